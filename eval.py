@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from extras.agents import EnvironmentFlags, check_rows, make_environments
+from extras.agents import EnvironmentFlags, check_rows, open_partner
 from rl.data.encode import encode_prompts
 from rl.data.order import derive_seed
 from rl.data.prompts import read_prompts
@@ -71,22 +71,22 @@ def main(args: Args) -> dict[str, float]:
     tokenizer = open_model(args.model, is_trained=False, texts=args.texts)
     check_engine_flags(args.rollout, args.model)
     check_context(args.model, longest := args.max_prompt_length + args.max_response_length)
-    functions, limit = args.custom_reward_function, args.max_response_length
+    rewards, limit = args.custom_reward_function, args.max_response_length
     decoding = Decoding(args.temperature, args.top_p, args.top_k, args.min_p)
     sampling = sampling_settings(decoding, args.model, tokenizer, n=args.rollout_n, max_tokens=limit)
-    envs = make_environments(args.envs, tokenizer, sampling.stop_token_ids)
-    in_turns = envs is not None
-    rows = read_prompts(args.val_files, needs_truth=need_truth(functions), in_turns=in_turns)[: args.max_samples]
+    partner = open_partner(args.envs, tokenizer, sampling.stop_token_ids)  # what answers the policy, if anything does
+    text_of, outcome_of = (partner.prompt_text, partner.outcome_of) if partner else (None, None)
+    rows = read_prompts(args.val_files, needs_truth=need_truth(rewards), has_partner=bool(partner))[: args.max_samples]
     check_rows(args.envs, rows)
-    rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length, tools=envs and envs.chat.tools)
-    scorer = make_scorer(functions, args.scoring, tokenizer, rows, max_response_length=limit, in_turns=in_turns)
+    rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length, text_of=text_of)
+    scorer = make_scorer(rewards, args.scoring, tokenizer, rows, max_response_length=limit, outcome_of=outcome_of)
 
     # Sample and score this rank's prompts; then every rank gets all samples and scores, in the order of the rows.
     ranks = init_ranks()
     rollout = Rollout(**vars(args.rollout))
     engine = make_engine(args.model, ranks, rollout, longest=longest, seed=args.seed, load_weights=True)
     seed = derive_seed(args.seed, engine.first_rank)
-    own_samples, tickets = sample_groups(engine, ranks.own_slice(rows), sampling, scorer.submit, envs, seed=seed)
+    own_samples, tickets = sample_groups(engine, ranks.own_slice(rows), sampling, scorer.submit, partner, seed=seed)
     own_scores = scorer.collect(tickets)
     samples, scores = zip(*ranks.all_gather(zip(own_samples, own_scores, strict=True)), strict=True)
 

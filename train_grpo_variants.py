@@ -29,6 +29,7 @@ from typing import Literal
 
 import torch
 
+from extras.agents import returns_by_turn
 from extras.kl_terms import KLTerms
 from extras.variants import RULES, TokenSelection, choose_tokens
 from rl.data.batching import make_batch
@@ -46,7 +47,7 @@ from rl.run.task import load_task
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
 from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import check_engine, gather_responses, lengths_of, parts_of, scores_of, turns_of
+from rl.sampling.rollout import check_engine, gather_responses, lengths_of, parts_of, scores_of
 from rl.scoring.pool import raise_if_failing
 
 # --adv-estimator -> function: rewards (P, G), lengths (P, G), flags and parts of gdpo -> advantages (P, G)
@@ -246,9 +247,8 @@ def main(args: Args) -> dict[str, float]:
         estimator = partial(ADVANTAGES[args.adv_estimator], **of_gdpo)
         advantages_PG = estimator(rewards_PG, lengths_PG)  # (P, G)
         if args.advantage_by == "turn":  # each of K turns is compared with the same turn of its group
-            rewards_PGK, lengths_PGK = (x.unflatten(0, scores_PG.shape) for x in turns_of(responses))
-            returns = advantages.turn_returns(rewards_PGK)  # (P K, G): what was earned from a turn on
-            of_turns = estimator(returns, lengths_PGK.mT.flatten(0, 1))
+            returns, lengths = returns_by_turn(responses, args.rollout_n)  # (P K, G): what was earned from a turn on
+            of_turns = estimator(returns, lengths)
             advantages_PG = of_turns.unflatten(0, (len(rows), -1)).mT  # (P, G, K)
         own_advantages = advantages_PG.reshape(len(responses), -1)[batch.rows]  # (b, K), or (b, 1)
         batch = replace(batch, advantages=advantages.at_turns(own_advantages, batch.response_mask))  # (b, T)

@@ -30,13 +30,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from extras.agents import token_rewards
 from extras.judges import check_critic, fixed_values, load_critic, token_values
 from extras.kl_terms import KLTerms
 from rl.data.batching import make_batch
 from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, Free, NotNegative, Positive, Share
-from rl.formulas import advantages, losses, schedule
+from rl.formulas import losses, schedule
 from rl.model.load import load_policy, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
@@ -47,7 +48,7 @@ from rl.run.task import load_task
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
 from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import check_engine, gather_responses, scores_of, turns_of
+from rl.sampling.rollout import check_engine, gather_responses, scores_of
 from rl.scoring.pool import raise_if_failing
 
 
@@ -195,8 +196,7 @@ def main(args: Args) -> dict[str, float]:
         # 6. Advantages: the reward is the score, at the last token; what an environment gave with a turn stands at the
         # end of that turn. From each token on, how much better did it go than the critic predicted?
         mask = batch.response_mask  # (b, T): 1 for the tokens that the actor sampled
-        rewards_BK, _ = turns_of(responses)  # (B, K): of each turn; without an environment K = 1: the score
-        rewards, kl_metrics = advantages.at_turn_ends(rewards_BK[batch.rows], mask), {}  # (b, T)
+        rewards, kl_metrics = token_rewards(responses, batch), {}  # (b, T): the score at the last token of a response
         if args.kl.use_kl_in_reward:
             token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl.kl_penalty) * mask  # k1: old_logp - ref_logp
             rewards = rewards - kl_coef * token_kl

@@ -29,6 +29,7 @@ from typing import Literal
 
 import torch
 
+from extras.agents import token_rewards
 from extras.kl_terms import KLTerms
 from rl.data.batching import make_batch
 from rl.data.order import derive_seed, prompts_for_step
@@ -45,7 +46,7 @@ from rl.run.task import load_task
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
 from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import check_engine, gather_responses, sample_groups, scores_of, turns_of
+from rl.sampling.rollout import check_engine, gather_responses, sample_groups, scores_of
 from rl.scoring.pool import raise_if_failing
 
 
@@ -182,8 +183,7 @@ def main(args: Args) -> dict[str, float]:
         # 6. Advantages: the score is the reward of the last token, and with --use-kl-in-reward every token pays for its
         # KL. How much is earned from each token on (the return), and how much more is that than the baseline?
         mask = batch.response_mask  # (b, T): 1 for the tokens that the policy sampled
-        rewards_BK, _ = turns_of(responses)  # (B, K): of each turn; without an environment K = 1: the score
-        rewards, kl_metrics = advantages.at_turn_ends(rewards_BK[batch.rows], mask), {}  # (b, T)
+        rewards, kl_metrics = token_rewards(responses, batch), {}  # (b, T): the score at the last token of a response
         if args.kl.use_kl_in_reward:
             token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl.kl_penalty) * mask  # k1: old_logp - ref_logp
             rewards = rewards - kl_coef * token_kl

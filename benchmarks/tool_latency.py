@@ -39,7 +39,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import step_time
 from data import arithmetic
-from extras.agents import EnvironmentFlags, make_environments
+from extras.agents import EnvironmentFlags, open_partner
 from rl.data.encode import load_tokenizer, stop_token_ids
 from rl.data.types import Completion, Request, Sample, Sampling
 from rl.model.load import load_causal_lm
@@ -88,7 +88,6 @@ WORDS = (
 PARTS = {  # methods of Environments, and what they are called in the lines
     "start": "asking",
     "ask": "asking",
-    "ids_of": "rendering answers",
     "answers": "receiving answers, and waiting for them",
     "end": "ending conversations",
 }
@@ -227,7 +226,8 @@ class Generation:
         tokenizer = load_tokenizer(str(model))
         tokenizer.chat_template = TEMPLATE
         flags = EnvironmentFlags(environment=str(tool), max_turns=2 * args.turns)
-        self.environments = make_environments(flags, tokenizer, stop_token_ids(str(model), tokenizer))
+        self.partner = open_partner(flags, tokenizer, stop_token_ids(str(model), tokenizer))
+        self.environments = self.partner.environments
         said = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in (TURN, LAST_TURN))
         self.script, ranks = Script(args, *said), init_ranks()
         rollout = Rollout(engine=args.engine, max_num_seqs=args.max_num_seqs, free_cache_engine=False)
@@ -243,7 +243,7 @@ class Generation:
         self.rows = [dict(prompt_ids=ids, row_index=i) for i, ids in enumerate(prompts)]
         self.script.direct(self.engine)
         watched = [(self.environments, name, label) for name, label in PARTS.items()]
-        watched += [(self.environments.chat, "read", "reading turns")]
+        watched += [(self.partner.chat, "ids_of", "rendering answers"), (self.partner.chat, "read", "reading turns")]
         if args.engine == "vllm":
             watched += [(self.engine.core, "get_output", "engine"), (self.engine, "_take_new", "adding")]
         else:
@@ -258,7 +258,7 @@ class Generation:
         (self.folder / "latency").write_text(str(latency))
         self.watch.seconds.clear()
         start, found = time.perf_counter(), {}
-        rollouts = Rollouts(self.engine, self.environments if kind == "conversations" else None, seed=0)
+        rollouts = Rollouts(self.engine, self.partner if kind == "conversations" else None, seed=0)
         with seeded(0, self.engine.device):
             for i, row in enumerate(self.rows):
                 rollouts.start(i, row, self.way, i if kind == "seeded" else None)
@@ -271,7 +271,7 @@ class Generation:
         return Run(seconds, {name: round(x, 3) for name, x in parts.items()}, samples)
 
     def close(self) -> None:
-        self.environments.close()
+        self.partner.close()
         self.engine.close()
 
 
@@ -293,7 +293,7 @@ def main(args: Args) -> list[dict]:
             engine=args.engine,
             responses=len(best.samples),
             max_num_seqs=args.max_num_seqs,
-            turns=round(statistics.mean(x.turns for x in best.samples), 2),
+            turns=round(statistics.mean(x.outcome.facts["turns"] for x in best.samples), 2),
             sampled=tokens,
             told=sum(len(x.response_ids) for x in best.samples) - tokens,
             generation_s=round(best.seconds, 3),
@@ -306,8 +306,8 @@ def main(args: Args) -> list[dict]:
             first = runs[0][2].samples  # of the first latency
             pairs = [pair for run in same for pair in zip(run.samples, first, strict=True)]
             equal = statistics.mean(x.response_ids.tolist() == y.response_ids.tolist() for x, y in pairs)
-            chain = max(x.turns - 1 for x in best.samples) * latency
-            waits = (max(x.report["seconds"] for x in run.samples) for run in same)
+            chain = max(x.outcome.facts["turns"] - 1 for x in best.samples) * latency
+            waits = (max(x.outcome.extra_info["environment"]["seconds"] for x in run.samples) for run in same)
             grown = best.seconds - (lines[2]["generation_s"] if len(lines) > 2 else best.seconds)
             # With a GPU's kernels a token's last bits depend on what is decoded beside it, so some responses differ.
             assert equal == 1 or args.shape != "arithmetic", "latency has changed what was sampled"

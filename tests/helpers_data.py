@@ -68,7 +68,6 @@ def response(prompt: int = 1, length: int = 1, **changes: Any) -> Response:
         num_sampled=length,
         shared=0,
         finish_reason="stop",
-        turns=1,
         rank=0,
         number=0,
         prompt_ids=np.ones(prompt, np.int32),

@@ -3,8 +3,12 @@
     torchrun train_grpo.py --tools calculator.py                  functions that the policy may call
     torchrun train_grpo.py --environment game.py:Game --max-turns 8
 
-docs/environments.md has the contract of a user's class. environments.py is the trainer's side of the processes in which
-environments live, worker.py is the other side, and chat.py turns messages into tokens and back by the chat template.
+docs/environments.md has the contract of a user's class.
+
+    conversations.py    the partner of the policy: what is said, and when a conversation ends
+    chat.py             messages become tokens, and turns become text and calls, by the chat template
+    environments.py     the trainer's side of the processes in which environments live; worker.py is the other side
+    outcome.py          what a conversation says to reward functions, metrics, advantages and the log
 """
 
 from collections.abc import Sequence
@@ -31,17 +35,17 @@ class EnvironmentFlags:
     max_tool_response_length: Annotated[AtLeast1, PARTNER] = 4096
 
 
-def make_environments(flags: EnvironmentFlags, tokenizer: Any, stop_ids: Sequence[int]) -> Any:
-    """The `Environments` that the flags ask for; None without --environment and --tools. Raises ValueError for both of
-    these, or as `environments.Environments`.
+def open_partner(flags: EnvironmentFlags, tokenizer: Any, stop_ids: Sequence[int]) -> Any:
+    """The partner of the policy that the flags ask for, see `rl.sampling.rollouts.Partner`; None without --environment
+    and --tools. Raises ValueError for both of these, or as `conversations.Conversations`.
     """
     if flags.environment and flags.tools:
         raise ValueError("--environment and --tools exclude each other; give the class the functions as its `tools`")
     if not (flags.environment or flags.tools):
         return None
-    from extras.agents.environments import Environments
+    from extras.agents.conversations import Conversations
 
-    return Environments(flags, tokenizer, stop_ids)
+    return Conversations(flags, tokenizer, stop_ids)
 
 
 def check_rows(flags: EnvironmentFlags, rows: Sequence[dict[str, Any]]) -> None:
@@ -56,3 +60,40 @@ def check_rows(flags: EnvironmentFlags, rows: Sequence[dict[str, Any]]) -> None:
                 f"{named(row)}: has need_tools_kwargs, values for {names} that the policy does not see; --tools get "
                 "what the policy writes alone. Leave the row out, or give --environment, whose `reset` gets the row"
             )
+
+
+def metrics_of(responses: Sequence[Any]) -> dict[str, float]:
+    """Metrics of conversations, see `outcome.metrics_of`; nothing without a partner of the policy."""
+    if not any(r.outcome for r in responses):
+        return {}
+    from extras.agents import outcome
+
+    return outcome.metrics_of(responses)
+
+
+def token_rewards(responses: Sequence[Any], batch: Any) -> Any:
+    """The reward of every token of a batch, with what environments gave at the ends of turns: see `outcome.py`."""
+    from extras.agents import outcome
+
+    return outcome.token_rewards(responses, batch)
+
+
+def returns_by_turn(responses: Sequence[Any], n: int) -> tuple[Any, Any]:
+    """What was earned from each turn on, and the lengths of turns, for n responses to each prompt: see `outcome.py`."""
+    from extras.agents import outcome
+
+    return outcome.returns_by_turn(responses, n)
+
+
+def outcome_to_json(outcome: Any) -> str:
+    """A text of which `outcome_from_json` makes the outcome of a conversation again."""
+    from extras.agents.outcome import to_json
+
+    return to_json(outcome)
+
+
+def outcome_from_json(text: str) -> Any:
+    """The outcome of a conversation. Raises ValueError if the text cannot be that of one."""
+    from extras.agents.outcome import from_json
+
+    return from_json(text)

@@ -27,7 +27,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.encode import encode_behind, without_control_tokens
-from rl.data.text import FAULTS, forms, render, start_of
+from rl.data.rows import Row, named
+from rl.data.text import FAULTS, forms, render, start_of, write
 
 TURN, THOUGHT = "\u2042turn", "\u2042thought"  # found again in what a template makes of them
 
@@ -233,6 +234,25 @@ def _example(name: str, schema: dict, start: int) -> tuple[str, dict[str, Any]]:
 
 def _same(calls: Calls | None, expected: Calls) -> bool:
     return calls is not None and json.dumps(calls, sort_keys=True) == json.dumps(expected, sort_keys=True)
+
+
+def prompt_text(
+    tokenizer: PreTrainedTokenizerBase, row: Row, *, tools: Sequence[dict], limit: int | None = None
+) -> str:
+    """The text of a row's prompt with the tools, as `rl.data.encode.prompt_text`, but without what makes the policy
+    speak, which is part of what it is told first. Raises ValueError for a prompt that cannot begin a conversation.
+    """
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        raise ValueError(f"{named(row)}: the prompt is a text; --environment and --tools need messages")
+    if row.get("tools"):
+        raise ValueError(f"{named(row)}: has tools, and --environment or --tools answer calls of others; remove them")
+    if prompt[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{named(row)}: the prompt ends with a message of the assistant, which a conversation with --environment "
+            "or --tools does not continue; end it with a message of the user"
+        )
+    return write(tokenizer, row, prompt, tools=tools, limit=limit, add_generation_prompt=False)
 
 
 class Chat:

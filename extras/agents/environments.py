@@ -28,19 +28,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
-
 from extras.agents import EnvironmentFlags
-from extras.agents.chat import Calls, Chat
+from extras.agents.chat import Calls
 from extras.agents.worker import MAX_ANSWER, Call, Reply
 from rl import children
 from rl.console import say
 from rl.data.rows import Row
-from rl.data.text import FAULTS
 from rl.scoring.worker import as_number
 
 START_SECONDS = 120  # to import the user's file, and to reach a tool server
@@ -67,14 +64,13 @@ class _Conversation:
 
 
 class Environments:
-    """The environments of the responses that a rank has in flight.
+    """The environments of the responses that a rank has in flight, each in a process of its own.
 
-    Raises ValueError if the user's file cannot be loaded, a tool server cannot be reached, or the chat template is not
-    made for conversations, see `Chat`.
+    Raises ValueError if the user's file cannot be loaded, or a tool server cannot be reached.
     """
 
-    def __init__(self, flags: EnvironmentFlags, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]):
-        self.flags, self.max_turns = flags, flags.max_turns
+    def __init__(self, flags: EnvironmentFlags):
+        self.flags = flags
         self.open: dict[Hashable, _Conversation] = {}
         self.at_once: list[Answer] = []  # answers that need no process
         self.selector = selectors.DefaultSelector()
@@ -88,14 +84,7 @@ class Environments:
             self._stop()
             given = f"--environment {flags.environment}" if flags.environment else f"--tools {' '.join(flags.tools)}"
             raise ValueError(f"{given} cannot be loaded: {hello['problem']}")
-        self.has_reset = hello["has_reset"]
-        self.chat = Chat(tokenizer, hello["tools"], stop_ids)
-        for role in ("user", "system") if flags.environment else ():
-            try:
-                self.chat.told([{"role": role, "content": "x"}], has_turn=True)
-            except FAULTS as error:
-                problem = f"a message of the role {role!r} ends its conversation as an error: {error}"
-                say(f"environment: {problem}", sys.stderr)
+        self.has_reset, self.tools = hello["has_reset"], hello["tools"]  # tools: JSON schemas
 
     def _launch(self) -> dict[str, Any]:
         """Start the process from which those of the conversations are forked; returns its first message."""
@@ -125,7 +114,7 @@ class Environments:
         try:
             x.socket, theirs = socket.socketpair()
         except OSError as error:  # too many files are open
-            self.at_once.append(self._fail(key, repr(error)))
+            self.at_once.append(self.fail(key, repr(error)))
             return
         self._later("start", x.number, theirs)
         if self.has_reset:
@@ -146,19 +135,8 @@ class Environments:
         now = time.monotonic()
         for key, x in self.open.items():
             if x.asked_at and now - x.asked_at > self.flags.environment_timeout:
-                found.append(self._fail(key, f"no answer within {self.flags.environment_timeout:g} s"))
+                found.append(self.fail(key, f"no answer within {self.flags.environment_timeout:g} s"))
         return found
-
-    def ids_of(self, answer: Answer, ids: Sequence[int], room: int | None = None) -> list[int] | str:
-        """See `Chat.ids_of`. If the conversation cannot go on, its finish reason: "length" if the messages leave no
-        room for another token of the policy, "error" if the chat template refuses, moves or leaves out one of them.
-        """
-        try:
-            told = self.chat.ids_of(answer.messages, ids, room)
-        except FAULTS as error:
-            self._fail(answer.key, f"{answer.messages!r:.300} cannot be said: {error}")
-            return "error"
-        return "length" if told is None else told
 
     def end(self, key: Hashable) -> dict[str, Any]:
         """Forget a conversation; returns its report, with the seconds it has waited for answers."""
@@ -185,7 +163,7 @@ class Environments:
             x.asked_at = time.monotonic()
             self.selector.register(x.socket, selectors.EVENT_READ, key)  # what it says unasked can wait
         except (OSError, RecursionError) as error:  # RecursionError: the arguments of a call, from pickle
-            self.at_once.append(self._fail(key, repr(error)))
+            self.at_once.append(self.fail(key, repr(error)))
 
     def _later(self, *command: Any) -> None:
         """`_command` in a thread: a fork takes a millisecond, and decoding goes on meanwhile."""
@@ -218,13 +196,13 @@ class Environments:
             data = b""
         x.received += data
         if not data or len(x.received) > MAX_ANSWER:
-            return [self._fail(key, "its process ended" if not data else f"it answered {len(x.received)} bytes")]
+            return [self.fail(key, "its process ended" if not data else f"it answered {len(x.received)} bytes")]
         if not x.received.endswith(b"\n"):
             return []
         try:
             answer = json.loads(x.received)
             if "problem" in answer:
-                return [self._fail(key, answer["problem"])]
+                return [self.fail(key, answer["problem"])]
             x.report, messages, reward = dict(answer["report"]), answer["messages"], answer["reward"]
             reward = None if reward is None else as_number(reward)
             if messages is not None:
@@ -234,9 +212,10 @@ class Environments:
             x.received.clear()
             return [Answer(key, messages, reward=reward)]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            return [self._fail(key, f"it sent something else: {error!r}")]
+            return [self.fail(key, f"it sent something else: {error!r}")]
 
-    def _fail(self, key: Hashable, problem: str) -> Answer:
+    def fail(self, key: Hashable, problem: str) -> Answer:
+        """End the process of a conversation that cannot go on, and say why if it is the first one."""
         x = self.open[key]
         if self.problems == 0:
             say(f"environment: the conversation of {x.row.get('row_place', 'a row')} ended: {problem}", sys.stderr)

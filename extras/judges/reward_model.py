@@ -101,8 +101,8 @@ class RewardModel:
             return list(scores)
         by_index = {row["row_index"]: row for row in rows}
         asked = [by_index[s.row_index] for s in samples]
-        pairs = zip(asked, samples, strict=True)
-        before = [[*row["prompt"], *s.messages[:-1]] if s.messages else row["prompt"] for row, s in pairs]
+        said = [s.outcome.extra_info["messages"][:-1] if s.outcome else [] for s in samples]  # before the last turn
+        before = [[*row["prompt"], *x] if x else row["prompt"] for row, x in zip(asked, said, strict=True)]
         onload(self.model, self.ranks.device)
         learned = self.score(before, [score.text for score in scores], [row.get("tools") for row in asked])
         offload(self.model)

@@ -9,8 +9,6 @@ without it no connection comes about.
 """
 
 import hashlib
-import json
-import math
 import secrets
 import socket as sockets
 from typing import Annotated, Any, Literal
@@ -20,7 +18,7 @@ import numpy as np
 import zmq
 from zmq.utils import z85
 
-from extras.agents import EnvironmentFlags
+from extras import agents
 from rl.data.rows import Row
 from rl.data.types import Sample, Sampling, unknown
 from rl.sampling.engines.flags import Rollout
@@ -49,7 +47,7 @@ class Setup(msgspec.Struct, tag=True):
     model: str
     template: dict[str, Any]  # fields of a Rendering: how the chat template is used
     rollout: Rollout
-    environment: EnvironmentFlags
+    environment: agents.EnvironmentFlags
     longest: int  # tokens of a prompt and its response
     stop_token_ids: list[int]
     probes: list[dict[str, Any]]  # rows that it samples a few tokens for after every push of weights
@@ -77,9 +75,7 @@ class PackedSample(msgspec.Struct, array_like=True):
     logprobs: bytes  # float32
     versions: bytes  # int32
     finish_reason: Literal["stop", "length", "error", "abort"]
-    turns: Size
-    conversation: str  # messages and report, as JSON too
-    turn_rewards: list[float]
+    outcome: str | None  # of a conversation, as JSON too
 
 
 class Group(msgspec.Struct):
@@ -145,9 +141,7 @@ def pack(sample: Sample) -> PackedSample:
         logprobs=sample.rollout_logprobs.tobytes(),
         finish_reason=sample.finish_reason,
         versions=sample.columns["versions"][len(sample.prompt_ids) :].tobytes(),
-        turns=sample.turns,
-        conversation=json.dumps([list(sample.messages), sample.report]),
-        turn_rewards=list(sample.turn_rewards),
+        outcome=None if sample.outcome is None else agents.outcome_to_json(sample.outcome),
     )
 
 
@@ -164,12 +158,7 @@ def unpack(packed: PackedSample, row: Row, sampling: Sampling, vocabulary: int, 
             f"a response has {len(ids)} tokens, {len(mask)} mask entries, {len(logprobs)} log-probs and "
             f"{len(of_response)} versions"
         )
-    rewards, is_sampled = tuple(packed.turn_rewards), of_response < unknown(of_response)
-    try:
-        messages, report = json.loads(packed.conversation)
-        is_conversation = all(isinstance(x, dict) for x in messages) and isinstance(report, (dict, type(None)))
-    except (TypeError, RecursionError):
-        is_conversation = False
+    is_sampled = of_response < unknown(of_response)
     rules = {
         f"more tokens than {sampling.max_tokens}": len(ids) <= sampling.max_tokens,
         f"tokens beyond the vocabulary of {vocabulary}": ((ids >= 0) & (ids < vocabulary)).all(),
@@ -178,8 +167,6 @@ def unpack(packed: PackedSample, row: Row, sampling: Sampling, vocabulary: int, 
         "log-probs of tokens that were not sampled": not logprobs[mask == 0].any(),
         f"tokens of other weights than those of {versions}": np.isin(of_response[is_sampled], versions).all(),
         "a mask that does not fit its versions": (is_sampled == (mask == 1)).all(),
-        "rewards of turns that it does not have": len(rewards) <= packed.turns and all(map(math.isfinite, rewards)),
-        "a conversation that is none": is_conversation,
     }
     if wrong := [rule for rule, holds in rules.items() if not holds]:
         raise ValueError(f"a response has {' and '.join(wrong)}")
@@ -192,10 +179,7 @@ def unpack(packed: PackedSample, row: Row, sampling: Sampling, vocabulary: int, 
         finish_reason=packed.finish_reason,
         row_index=row["row_index"],
         columns={"versions": np.concatenate([of_prompt, of_response])},
-        turns=packed.turns,
-        messages=tuple(messages),
-        report=report,
-        turn_rewards=rewards,
+        outcome=None if packed.outcome is None else agents.outcome_from_json(packed.outcome),
     )
 
 

@@ -21,7 +21,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from extras.agents import make_environments
+from extras.agents import open_partner
 from extras.samplers import protocol
 from extras.samplers.connection import Connection, Gone
 from extras.samplers.inbox import Inbox
@@ -32,7 +32,7 @@ from rl.data.text import Rendering
 from rl.flags import Seconds
 from rl.ranks import PR_SET_PDEATHSIG, init_ranks
 from rl.sampling.engines import Engine, make_engine
-from rl.sampling.rollouts import Rollouts
+from rl.sampling.rollouts import Partner, Rollouts
 
 REPORT_EVERY_S = 1.0
 SEND_AGAIN_S = 5.0  # what the run has not said that it has
@@ -53,9 +53,9 @@ class Args:
 class Sampler:
     """Leases in, groups out."""
 
-    def __init__(self, connection: Connection, setup: protocol.Setup, engine: Engine, environments: Any):
+    def __init__(self, connection: Connection, setup: protocol.Setup, engine: Engine, partner: Partner | None):
         self.connection, self.setup, self.engine = connection, setup, engine
-        self.rollouts = Rollouts(engine, environments)
+        self.rollouts = Rollouts(engine, partner)
         self.own_seeds = setup.rollout.engine == "hf"  # they cost vLLM time, see `rollout.seeded`
         self.room = setup.rollout.max_num_seqs
         self.leases: dict[int, protocol.Lease] = {}  # that are not finished
@@ -118,7 +118,7 @@ class Sampler:
         """Begin what can begin and what the run knows of: any of it may be the reason if this process dies."""
         for number in sorted(self._can_begin() & self.may_begin - self.begun):
             lease = self.leases[number]
-            seed = lease.seed if self.own_seeds or self.rollouts.environments is not None else None
+            seed = lease.seed if self.own_seeds or self.rollouts.partner is not None else None
             self.rollouts.start(number, json.loads(lease.row), lease.sampling, seed)
             self.begun.add(number)
 
@@ -195,8 +195,8 @@ def make_sampler(connection: Connection) -> Sampler:
     engine = make_engine(setup.model, init_ranks(), setup.rollout, longest=setup.longest, seed=seed)
     tokenizer = load_tokenizer(setup.model)
     tokenizer.rendering = Rendering(**setup.template)
-    environments = make_environments(setup.environment, tokenizer, setup.stop_token_ids)
-    return Sampler(connection, setup, engine, environments)
+    partner = open_partner(setup.environment, tokenizer, setup.stop_token_ids)
+    return Sampler(connection, setup, engine, partner)
 
 
 def _die_with(parent: int) -> None:

@@ -259,4 +259,4 @@ def _unpack(r: Response, parcel: io.BytesIO) -> Sample:
 
     ids, mask, logprobs = (array(dtype, r.response_length) for dtype in ("int32", "int8", "float32"))
     columns = {name: array(dtype, r.num_tokens, *shape) for name, dtype, shape in r.columns}
-    return Sample(r.prompt_ids, ids, mask, logprobs, r.finish_reason, r.row_index, r.turns, columns=columns)
+    return Sample(r.prompt_ids, ids, mask, logprobs, r.finish_reason, r.row_index, columns=columns)

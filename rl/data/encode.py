@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ def encode_prompts(
     *,
     max_prompt_length: int | None = None,
     filter_overlong_prompts: bool = False,
-    tools: Sequence[dict] | None = None,
+    text_of: Callable[..., str] | None = None,
 ) -> Lazy[Row]:
     """Rows with `prompt_ids` added: the token ids that the policy sees before its first token.
 
@@ -59,9 +59,8 @@ def encode_prompts(
     unless one of them is its first token, which may stand behind white space. It gets none behind it. What a row has
     beside text has ids of its own: see attachments.py.
 
-    Args: max_prompt_length, in tokens; filter_overlong_prompts, whether rows over this limit are dropped; tools, of the
-    environment that goes on with the prompts, perhaps none: they are rendered too, and the generation prompt is not,
-    since it is part of what the environment says first. Raises ValueError without a chat template, for messages that it
+    Args: max_prompt_length, in tokens; filter_overlong_prompts, whether rows over this limit are dropped; text_of, what
+    makes a text of a prompt, by default `prompt_text`. Raises ValueError without a chat template, for messages that it
     rejects, cannot continue or drops text of (see text.py), for attachments that the model cannot read, for a prompt
     without a token or over the limit, and if no row is left.
     """
@@ -69,7 +68,7 @@ def encode_prompts(
 
     def encode(chunk: list[Row]) -> Iterator[bytes | None]:
         """The ids of each row as int32, and None for a row over the limit."""
-        for row, ids in zip(chunk, prompt_ids(tokenizer, chunk, max_prompt_length, tools), strict=True):
+        for row, ids in zip(chunk, prompt_ids(tokenizer, chunk, max_prompt_length, text_of), strict=True):
             if is_long := max_prompt_length is not None and len(ids) > max_prompt_length:
                 overlong.append((len(ids), named(row)))
             yield None if is_long else np.array(ids, np.int32).tobytes()
@@ -86,11 +85,16 @@ def encode_prompts(
 
 
 def prompt_ids(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], limit: int | None, tools: Sequence[dict] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    limit: int | None,
+    text_of: Callable[..., str] | None = None,
 ) -> list[list[int]]:
-    """The ids of prompts. Of one that has far more than `limit` tokens they are those of its beginning."""
+    """The ids of prompts. Of one that has far more than `limit` tokens they are those of its beginning. Args: text_of,
+    see `encode_prompts`.
+    """
     attachments = [attachments_of(tokenizer, row) for row in rows]
-    texts = [prompt_text(tokenizer, row, tools, limit=limit) for row in rows]
+    texts = [(text_of or prompt_text)(tokenizer, row, limit=limit) for row in rows]
     batch = tokenizer(texts, add_special_tokens=False)["input_ids"]
     front = _front(tokenizer) if any(isinstance(row["prompt"], str) for row in rows) else []
     for i, row in enumerate(rows):
@@ -104,39 +108,22 @@ def prompt_ids(
     return batch
 
 
-def prompt_text(
-    tokenizer: PreTrainedTokenizerBase,
-    row: Row,
-    tools: Sequence[dict] | None = None,
-    *,
-    limit: int | None = None,
-    checked: bool = True,
-) -> str:
+def prompt_text(tokenizer: PreTrainedTokenizerBase, row: Row, *, limit: int | None = None, checked: bool = True) -> str:
     """The text of a row's prompt, without the tokens that the tokenizer puts in front of a string. Of a text that has
     far more than `limit` tokens it is the beginning.
 
-    Args: tools, see `encode_prompts`; checked, see `write`. Raises ValueError as `encode_prompts`.
+    Args: checked, see `write`. Raises ValueError as `encode_prompts`.
     """
-    prompt, row_tools = row["prompt"], row.get("tools")
+    prompt = row["prompt"]
     if isinstance(prompt, str):
-        needing = ["--environment and --tools"] * (tools is not None)
-        if needing := needing + ["rows with tools"] * bool(row.get("tools")):
-            raise ValueError(f"{named(row)}: the prompt is a text; {needing[0]} need messages")
+        if row.get("tools"):
+            raise ValueError(f"{named(row)}: the prompt is a text; rows with tools need messages")
         text = start_of(tokenizer, prompt, limit)
         if checked and len(text) == len(prompt):
             check_vocabulary(tokenizer, row, "prompt", text)
         return text
-    if tools is not None and row_tools:
-        raise ValueError(f"{named(row)}: has tools, and --environment or --tools answer calls of others; remove them")
-    way = dict(tools=row_tools if tools is None else list(tools), limit=limit, checked=checked)
-    if prompt[-1]["role"] != "assistant":
-        return write(tokenizer, row, prompt, add_generation_prompt=tools is None, **way)
-    if tools is not None:
-        raise ValueError(
-            f"{named(row)}: the prompt ends with a message of the assistant, which a conversation with --environment "
-            "or --tools does not continue; end it with a message of the user"
-        )
-    return write(tokenizer, row, prompt, draw=continued, **way)
+    way = dict(draw=continued) if prompt[-1]["role"] == "assistant" else dict(add_generation_prompt=True)
+    return write(tokenizer, row, prompt, tools=row.get("tools"), limit=limit, checked=checked, **way)
 
 
 def _front(tokenizer: PreTrainedTokenizerBase) -> list[int]:

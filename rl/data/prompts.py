@@ -2,7 +2,7 @@
 
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,20 +42,20 @@ def load_prompts(
     needs_truth: bool = True,
     evaluates: bool = True,
     read_train: Reader | None = None,
-    tools: Sequence[dict] | None = None,
+    text_of: Callable[..., str] | None = None,
 ) -> tuple[Lazy[Row], Lazy[Row]]:
     """The prompts of --train-files and, if the run `evaluates`, those of --val-files, with their token ids.
 
     Args: max_prompt_length, in tokens; needs_truth, as for `read_prompts`; read_train, a reader of --train-files whose
-    rows are no prompts in verl's schema; tools, of an environment, see `encode_prompts`. Raises ValueError for every
-    mistake in the data.
+    rows are no prompts in verl's schema; text_of, how the policy's partner makes a text of a prompt, if there is a
+    partner. Raises ValueError for every mistake in the data.
     """
     train, val = data.train_files, data.val_files
-    kept = dict(needs_truth=needs_truth, in_turns=tools is not None)
+    kept = dict(needs_truth=needs_truth, has_partner=text_of is not None)
     train_rows = read_train(train) if read_train else read_prompts(train, **kept)
     val_rows = read_prompts(val, **kept) if evaluates else []
     filters = data.filter_overlong_prompts
-    way = dict(max_prompt_length=max_prompt_length, filter_overlong_prompts=filters, tools=tools)
+    way = dict(max_prompt_length=max_prompt_length, filter_overlong_prompts=filters, text_of=text_of)
     return encode_prompts(tokenizer, train_rows, **way), encode_prompts(tokenizer, val_rows, **way)
 
 
@@ -68,11 +68,11 @@ def count_steps(files: Files, num_rows: int, batch_size: int, *, flag: str = "--
     return files.total_training_steps or files.total_epochs * (num_rows // batch_size)
 
 
-def read_prompts(files: Paths, *, needs_truth: bool = True, in_turns: bool = False) -> Lazy[Row]:
+def read_prompts(files: Paths, *, needs_truth: bool = True, has_partner: bool = False) -> Lazy[Row]:
     """`read_rows`. With `needs_truth`, rows with an empty ground truth are left out, and a line says so: verl's file of
     MATH has two. A reward model, or a function of the user's own, may do without. Raises ValueError if no row is left.
     """
-    rows = read_rows(files, in_turns=in_turns)
+    rows = read_rows(files, has_partner=has_partner)
     if not needs_truth:
         return rows
     places = array("q", (i for i, row in enumerate(rows) if not no_ground_truth(row)))

@@ -27,8 +27,8 @@ Paths = str | os.PathLike | Sequence[str | os.PathLike]  # .parquet or .jsonl fi
 BATCH_BYTES = 2**22  # of a parquet file, that are read at a time
 
 
-def read_rows(files: Paths, *, in_turns: bool = False) -> Lazy[Row]:
-    """Read and check RL prompts in verl's schema. Args: in_turns, whether an environment or tools answer the policy.
+def read_rows(files: Paths, *, has_partner: bool = False) -> Lazy[Row]:
+    """Read and check RL prompts in verl's schema. Args: has_partner, whether something answers the policy.
 
     Returns: one dict a row, which is made when it is asked for, so that changing it changes nothing in the sequence. It
     has all columns: `prompt` (str, or list of {"role", "content"}), `data_source` (str), `reward_model` (dict with
@@ -38,7 +38,7 @@ def read_rows(files: Paths, *, in_turns: bool = False) -> Lazy[Row]:
     Raises FileNotFoundError, or ValueError for a file that is corrupt, empty, not UTF-8 or lacks a column, and for a
     bad or null value in a row.
     """
-    return read_files(files, _check_rl_row, in_turns=in_turns)
+    return read_files(files, _check_rl_row, has_partner=has_partner)
 
 
 def no_ground_truth(row: Row) -> bool:
@@ -52,7 +52,7 @@ def as_paths(files: Paths) -> list[Path]:
     return [Path(file) for file in ([files] if isinstance(files, (str, os.PathLike)) else files)]
 
 
-def read_files(files: Paths, check: Callable[[Row, str], Row], *, in_turns: bool = False) -> Lazy[Row]:
+def read_files(files: Paths, check: Callable[[Row, str], Row], *, has_partner: bool = False) -> Lazy[Row]:
     """The rows of all files. `check` gets a row and its place, "file: row 3"; it returns the row to keep, or raises.
     For what else is returned and raised see `read_rows`.
     """
@@ -65,7 +65,7 @@ def read_files(files: Paths, check: Callable[[Row, str], Row], *, in_turns: bool
         first, rows = len(checked), _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
         for i, row in enumerate(progress(f"read {file.name}", rows)):
             place = f"{file}: row {i}"
-            _check_supported(row, place, in_turns)
+            _check_supported(row, place, has_partner)
             attachments = read_attachments(row, place, file.parent)
             row = _with_tools(check(row, place), place) | attachments | {"row_index": len(checked), "row_place": place}
             try:
@@ -148,12 +148,12 @@ def _without_padding(row: Row) -> Row:
     return row | {name: _without_nulls(row[name]) for name in ("prompt", "messages", "tools") if row.get(name)}
 
 
-def _check_supported(row: Row, where: str, in_turns: bool) -> None:
+def _check_supported(row: Row, where: str, has_partner: bool) -> None:
     """Refuse what nothing would add to the prompt: without it the model would learn to guess."""
     extra_info = row.get("extra_info")
     extra_info = extra_info if isinstance(extra_info, dict) else {}
     unread = [name for name in UNREAD if not is_absent(row.get(name)) or name == "videos" and extra_info.get(name)]
-    if not in_turns and (row | extra_info).get("need_tools_kwargs"):
+    if not has_partner and (row | extra_info).get("need_tools_kwargs"):
         unread.append("need_tools_kwargs")
     if unread:
         raise ValueError(

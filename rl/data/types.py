@@ -62,6 +62,20 @@ class Completion(NamedTuple):
     columns: Columns = {}  # a column may end before the last token
 
 
+class Outcome(NamedTuple):
+    """What the partner of the policy says of a complete response, as JSON: see `rl.sampling.rollouts.Partner`."""
+
+    facts: dict[str, Any]  # what every rank gets, for metrics and advantages
+    reward: float  # by the partner; it is added to the score of reward functions
+    text: str  # what reward functions get as the response
+    extra_info: dict[str, Any]  # what they are told besides
+    record: dict[str, Any]  # what generations.jsonl says besides
+
+    def for_other_ranks(self) -> "Outcome":
+        """The part that ranks get which do not have the tokens."""
+        return self._replace(text="", extra_info={}, record={})
+
+
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One trajectory, as numpy arrays; lists given are converted.
@@ -75,10 +89,7 @@ class Sample:
     rollout_logprobs: np.ndarray  # float32
     finish_reason: str
     row_index: int
-    turns: int = 1  # how often the policy was asked to go on
-    messages: Sequence[dict] = ()  # of a conversation with an environment: all behind the prompt, for the reward
-    report: dict | None = None  # what its environment says at the end
-    turn_rewards: tuple[float, ...] = ()  # of its turns, by the environment, if it gives any; part of the score
+    outcome: Outcome | None = None  # what the policy's partner says of the response, if there is a partner
     columns: Columns = field(default_factory=dict)
 
     def __post_init__(self):
@@ -97,36 +108,26 @@ class Sample:
         return int(self.response_mask.sum())
 
     @property
-    def conversation(self) -> dict[str, Any]:
-        """What generations.jsonl says of a conversation with an environment; nothing of another response."""
-        if self.report is None:
-            return {}
-        given = {"turn_rewards": list(self.turn_rewards)} if self.turn_rewards else {}
-        return {"turns": self.turns, "messages": list(self.messages), "environment": self.numbers} | given
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """Those of the environment's report; no NaN, and nothing like 10**400."""
-        report = {name: x for name, x in (self.report or {}).items() if isinstance(x, (int, float))}
-        return {name: float(x) for name, x in report.items() if abs(x) <= 1e30}
-
-    @property
-    def turn_lengths(self) -> tuple[int, ...]:
-        """How many tokens the policy sampled in each turn: the lengths of the runs of mask 1."""
-        edges = np.flatnonzero(np.diff(self.response_mask, prepend=0, append=0))
-        return tuple((edges[1::2] - edges[::2]).tolist())
+    def record(self) -> dict[str, Any]:
+        """What generations.jsonl says of a response with a partner; nothing of another one."""
+        return self.outcome.record if self.outcome else {}
 
 
 def sample_of(saved: dict[str, Any]) -> Sample:
-    """The sample whose `vars` a checkpoint has held: JSON makes lists of tuples. Raises ValueError for one of a version
-    that knew no columns.
+    """The sample whose `vars` a checkpoint has held: JSON makes lists of tuples. Raises as `outcome_of`."""
+    return Sample(**saved | {"outcome": outcome_of(saved)})
+
+
+def outcome_of(saved: dict[str, Any]) -> Outcome | None:
+    """The outcome of a sample or response whose `vars` a checkpoint has held. Raises ValueError for those of a version
+    that knew no outcomes, and perhaps no columns.
     """
-    if "columns" not in saved:
+    if "outcome" not in saved:
         raise ValueError(
-            "the checkpoint holds responses as an older version has written them, which have no columns of tokens; "
-            "continue it with that version, or choose another --experiment-name to start anew"
+            "the checkpoint holds responses as an older version has written them, which have no columns of tokens and "
+            "no outcome; continue it with that version, or choose another --experiment-name to start anew"
         )
-    return Sample(**saved | {"turn_rewards": tuple(saved["turn_rewards"])})
+    return None if saved["outcome"] is None else Outcome(*saved["outcome"])
 
 
 class Score(NamedTuple):
@@ -159,23 +160,20 @@ class Response:
     num_sampled: int  # those of them that the policy sampled
     shared: int  # tokens at the start of prompt and response that the one before it on its rank has too
     finish_reason: str
-    turns: int
     rank: int  # which has the tokens
     number: int  # among those that its rank sampled at a time
     prompt_ids: np.ndarray | None = None  # int32; every rank has them, from the data
     sample: Sample | None = None  # the tokens, on `rank` only
-    numbers: dict[str, float] | None = None  # of the environment's report
-    turn_rewards: tuple[float, ...] = ()  # see Sample
-    turn_lengths: tuple[int, ...] = ()
+    outcome: Outcome | None = None  # see Sample; without what is for reward functions and generations.jsonl
     columns: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # of the sample: names, dtypes, shapes of an entry
 
     @classmethod
     def of(cls, s: Sample, score: Score, *, shared: int, rank: int, number: int) -> "Response":
         """What other ranks have to know of a sample."""
-        known = len(s.response_ids), s.num_sampled, shared, s.finish_reason, s.turns
+        known = len(s.response_ids), s.num_sampled, shared, s.finish_reason
         columns = tuple((name, x.dtype.str, x.shape[1:]) for name, x in s.columns.items())
-        own = dict(numbers=s.numbers, turn_rewards=s.turn_rewards, turn_lengths=s.turn_lengths, columns=columns)
-        return cls(s.row_index, score._replace(text=""), *known, rank, number, **own)
+        outcome = s.outcome and s.outcome.for_other_ranks()
+        return cls(s.row_index, score._replace(text=""), *known, rank, number, outcome=outcome, columns=columns)
 
     @property
     def num_tokens(self) -> int:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
+from extras import agents
 from rl.data.types import Batch, Response
 from rl.formulas import implicit_reward, losses
 from rl.ranks import Ranks
-from rl.sampling.evaluation import mean_by_name, of_scoring
+from rl.sampling.evaluation import of_scoring
 from rl.sampling.rollout import lengths_of, scores_of
 
 DESCRIBED = ("mean", "max", "min")
@@ -192,12 +193,10 @@ def of_groups(scores: torch.Tensor) -> dict[str, float]:
 
 
 def of_sampled(responses: Sequence[Response], rows: Sequence[dict], n: int) -> dict[str, float]:
-    """`of_scores`, `of_lengths`, `of_conversations` and `of_groups` of n responses to each prompt; nothing if none were
-    sampled.
-    """
+    """`of_scores`, `of_lengths`, `of_groups`, `agents.metrics_of` of n responses to each prompt, if there are any."""
     if not responses:
         return {}
-    found = of_scores(responses, rows) | of_lengths(responses) | of_conversations(responses)
+    found = of_scores(responses, rows) | of_lengths(responses) | agents.metrics_of(responses)
     return found | of_groups(scores_of(responses).view(-1, n))
 
 
@@ -248,23 +247,6 @@ def of_lengths(responses: Sequence[Response]) -> dict[str, float]:
     truncated = sum(r.finish_reason == "length" for r in responses) / len(responses)
     found = describe("response_length", lengths_of(responses)) | {"response_length/clip_ratio": truncated}
     return found | describe("prompt_length", torch.tensor([float(len(r.prompt_ids)) for r in responses]))
-
-
-def of_conversations(responses: Sequence[Response]) -> dict[str, float]:
-    """Of conversations with environments: turns of the policy, tokens that it was told, the share that failed, and the
-    mean of each number that environments report, "seconds" of waiting among them, and of the sum of the rewards that
-    they gave with turns, if any. Nothing without environments.
-    """
-    if not any(r.numbers for r in responses):
-        return {}
-    n = len(responses)
-    found = describe("num_turns", torch.tensor([float(r.turns) for r in responses]))
-    found |= {f"environment/{name}": x for name, x in mean_by_name([r.numbers or {} for r in responses]).items()}
-    found["environment/observation_tokens"] = sum(r.response_length - r.num_sampled for r in responses) / n
-    found["environment/error_frac"] = sum(r.finish_reason == "error" for r in responses) / n
-    if any(r.turn_rewards for r in responses):
-        found["environment/turn_rewards"] = sum(sum(r.turn_rewards) for r in responses) / n
-    return found
 
 
 def of_critic(batch: Batch, ranks: Ranks) -> dict[str, float]:

@@ -22,9 +22,8 @@ def describe(
     log-prob when it was sampled; and, if this rank trains on the response, `advantage`, and where the script computes
     them `trainer_logp` (by the policy that starts the step), `reference_logp` and `value` (the critic's).
 
-    A conversation with an environment also has `turns`, how often the policy spoke, `messages`, `environment`, the
-    numbers of the report, `turn_rewards`, and for each token its `mask`: 1 if it was sampled, 0 if the policy was told
-    it. Its `response` is the last turn.
+    A response that a partner has answered also has what the partner says, see `Outcome`, and for each token its `mask`:
+    1 if it was sampled, 0 if the policy was told it.
 
     Args: samples, of this rank; scores, theirs; batch, what this rank trains on in the step; None if in nothing.
     """
@@ -35,7 +34,7 @@ def describe(
             "score": score.value,
             "components": score.components,
             "finish_reason": sample.finish_reason,
-            **sample.conversation,
+            **sample.record,
             "tokens": _tokens(tokenizer, sample, batch),
         }
         for sample, score in zip(samples[:MOST], scores[:MOST], strict=True)
@@ -45,7 +44,7 @@ def describe(
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, sample: Sample, batch: Batch | None) -> dict[str, list]:
     found = {"text": [tokenizer.decode([i]) for i in sample.response_ids.tolist()]}
-    if sample.conversation:
+    if sample.outcome:
         found["mask"] = sample.response_mask.tolist()
     found["engine_logp"] = _rounded(torch.tensor(sample.rollout_logprobs))
     if batch is None or (row := _row_of(sample, batch)) is None:

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from extras.agents import check_rows, make_environments
+from extras.agents import check_rows, open_partner
 from extras.judges import open_judges
 from rl.data.attachments import refuse_attachments
 from rl.data.packed import Lazy, Reader, Row
@@ -12,6 +12,7 @@ from rl.data.prompts import count_steps, load_prompts
 from rl.data.types import Sampling
 from rl.run.arguments import check
 from rl.sampling.rollout import sampling_settings
+from rl.sampling.rollouts import Partner
 from rl.scoring.pool import Scorer, make_scorer, need_truth
 
 
@@ -23,7 +24,7 @@ class Task(NamedTuple):
     val_rows: Lazy[Row]  # of --val-files
     scorer: Scorer  # has started the processes that score responses
     sampling: Sampling  # how responses are sampled: temperature, stop tokens, limit ...
-    environments: Any  # what answers the policy, with --environment or --tools
+    partner: Partner | None  # what answers the policy, with --environment or --tools
     total_steps: int
 
 
@@ -36,10 +37,16 @@ def load_task(args: Any, *, prompts_per_step: int | None = None, read_train: Rea
     tokenizer, rewards = check(args), args.rewards
     lengths = dict(n=args.rollout_n, max_tokens=args.max_response_length)
     sampling = sampling_settings(args.decoding, args.model, tokenizer, **lengths)
-    environments = make_environments(args.envs, tokenizer, sampling.stop_token_ids)
-    tools = environments.chat.tools if environments else None
-    kept = dict(needs_truth=need_truth(rewards.functions), evaluates=args.validation.is_on, tools=tools)
-    train_rows, val_rows = load_prompts(args.data, tokenizer, args.max_prompt_length, read_train=read_train, **kept)
+    partner = open_partner(args.envs, tokenizer, sampling.stop_token_ids)
+    train_rows, val_rows = load_prompts(
+        args.data,
+        tokenizer,
+        args.max_prompt_length,
+        needs_truth=need_truth(rewards.functions),
+        evaluates=args.validation.is_on,
+        read_train=read_train,
+        text_of=partner.prompt_text if partner else None,
+    )
     check_rows(args.envs, train_rows + val_rows)
     parts = (getattr(x, "text_only", None) for x in (args, *vars(args).values()))  # of the script and of its groups
     for reader in filter(None, parts):
@@ -54,7 +61,7 @@ def load_task(args: Any, *, prompts_per_step: int | None = None, read_train: Rea
         tokenizer,
         judged,
         max_response_length=args.max_response_length,
-        in_turns=environments is not None,
+        outcome_of=partner.outcome_of if partner else None,
         judges=open_judges(rewards, judged, tokenizer, are_alone=not rewards.functions),
     )
-    return Task(tokenizer, train_rows, val_rows, scorer, sampling, environments, total_steps)
+    return Task(tokenizer, train_rows, val_rows, scorer, sampling, partner, total_steps)

@@ -14,6 +14,7 @@ from rl.ranks import Ranks
 from rl.sampling.engines.base import Engine
 from rl.sampling.flags import Validation
 from rl.sampling.rollout import sample_groups
+from rl.sampling.rollouts import Partner
 from rl.scoring.pool import Scorer
 
 
@@ -31,20 +32,20 @@ def evaluate(
     sampling: Sampling,
     validation: Validation,
     ranks: Ranks,
-    environments: Any = None,
+    partner: Partner | None = None,
     *,
     seed: int = 0,
 ) -> Evaluation:
     """Score --val-n responses to every held-out prompt, sampled as the other --val flags say; by default one, greedily.
 
     Args: rows, on all ranks; sampling, as in training, for lengths and what ends a response; seed, of the run;
-    environments, as in training.
+    partner, as in training.
     Returns: the means over all prompts of what `of_prompt` finds, and the first --log-val-generations rows to show.
     Both are empty if the run was asked to stop meanwhile. All ranks must enter.
     """
     own_rows, way = ranks.own_slice(rows), validation.settings(sampling)
     seed = derive_seed(seed, engine.first_rank)
-    own_samples, tickets = sample_groups(engine, own_rows, way, scorer.submit, environments, seed=seed)
+    own_samples, tickets = sample_groups(engine, own_rows, way, scorer.submit, partner, seed=seed)
     own_scores = scorer.collect(tickets)
     if stop.requested(ranks.group):
         return Evaluation({}, [])
@@ -73,7 +74,7 @@ def summarize(
             prompt = scorer.tokenizer.decode(row["prompt_ids"])
             for sample, x in zip(samples, scores, strict=True):
                 about = dict(prompt=prompt, response=x.text, score=x.value, components=x.components)
-                own_shown.append(about | sample.conversation)
+                own_shown.append(about | sample.record)
     return Evaluation(mean_by_name(ranks.all_gather(own_found)), ranks.all_gather(own_shown))
 
 

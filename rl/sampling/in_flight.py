@@ -26,7 +26,7 @@ from rl.ranks import Ranks
 from rl.sampling.engines import Engine
 from rl.sampling.flags import Decoding
 from rl.sampling.rollout import sample_groups, seeded
-from rl.sampling.rollouts import Rollouts, saved_group
+from rl.sampling.rollouts import Partner, Rollouts, saved_group
 
 
 class InFlight:
@@ -52,9 +52,7 @@ class InFlight:
         self.seed = seed
         self.rows, self.batch_size, self.ranks = ByIndex(rows if self.ahead else ()), batch_size, ranks
         self.rollouts: Rollouts | None = None
-        # The name of the next group that this rank begins. Conversations stay open beside those of an evaluation, which
-        # has other names.
-        self.count = 1 << 32
+        self.count = 0  # the name of the next group that this rank begins
         self.ready: dict[int, tuple[Row, list[Sample], Any]] = {}  # complete, by name, with what `on_group` returned
         own = [state.get("in_flight", []) for state in states]
         self.saved = own[ranks.rank] if len(own) == ranks.size else ranks.own_slice(list(itertools.chain(*own)))
@@ -65,7 +63,7 @@ class InFlight:
         rows: list[Row],
         sampling: Sampling,
         on_group: Callable[[Row, list[Sample]], Any],
-        environments: Any = None,
+        partner: Partner | None = None,
         *,
         step: int,
     ) -> tuple[list[Row], list[Sample], list[Any]]:
@@ -78,17 +76,17 @@ class InFlight:
         """
         seed, own_slice = derive_seed(self.seed, step, engine.first_rank), self.ranks.own_slice
         if not self.ahead:
-            return rows, *sample_groups(engine, own_slice(rows), sampling, on_group, environments, seed=seed)
+            return rows, *sample_groups(engine, own_slice(rows), sampling, on_group, partner, seed=seed)
         # Two shares: a share of both together may be less than a rank's share of P.
         own_rows = own_slice(rows[: self.batch_size]) + own_slice(rows[self.batch_size :])
         if self.rollouts is None:
-            self.rollouts = Rollouts(engine, environments, seed=seed)
+            self.rollouts = Rollouts(engine, partner, seed=seed)
             self._restore(sampling, on_group)
         wanted = len(self.ranks.slice_of(self.batch_size, self.ranks.data_rank))
         with seeded(seed, engine.device), progress("generate", [], total=wanted) as bar:
             self.rollouts.resume()
             for i, row in enumerate(own_rows):  # at the end of an epoch a prompt may be there twice
-                own_seed = derive_seed(seed, row["row_index"], i) if environments else None
+                own_seed = derive_seed(seed, row["row_index"], i) if partner else None
                 self.rollouts.start(self.count, row, sampling, own_seed)
                 self.count += 1
             complete = self.rollouts.run(enough=lambda: len(self.ready) >= wanted)
@@ -108,7 +106,7 @@ class InFlight:
     def state(self) -> dict[str, Any]:
         """For `Run.save_and_begin`: this rank's groups, with the tokens that they have. {} without --partial-rollouts.
 
-        Conversations with an environment are not kept: a resumed run begins them again.
+        Groups in flight that have a partner are not kept: a resumed run begins them again.
         """
         if not self.ahead:
             return {}

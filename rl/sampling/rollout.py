@@ -21,7 +21,7 @@ from rl.ranks import Ranks
 from rl.sampling.engines import Engine
 from rl.sampling.engines.flags import Rollout
 from rl.sampling.flags import Decoding
-from rl.sampling.rollouts import Rollouts
+from rl.sampling.rollouts import Partner, Rollouts
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ def sample_groups(
     rows: Sequence[dict],
     sampling: Sampling | Sequence[Sampling],
     on_group: Callable[[dict, list[Sample]], Any] | None = None,
-    environments: Any = None,
+    partner: Partner | None = None,
     *,
     seed: int,
 ) -> tuple[list[Sample], list[Any]]:
@@ -65,8 +65,8 @@ def sample_groups(
         sampling: of all rows, or one for each of them.
         on_group: `on_group(row, samples)` is called for each row when its samples are complete, while others are still
             sampled, such as `Scorer.submit`.
-        environments: that answer the policy, so that a sample is a conversation of several turns.
-        seed: with the same seed, rows and weights the samples are the same. See `seeded`, and with environments
+        partner: which answers the policy, so that a sample may have several turns.
+        seed: with the same seed, rows and weights the samples are the same. See `seeded`, and with a partner
             `Rollouts`.
 
     Returns: the samples, groups side by side in the order of the rows; and what `on_group` has returned for each row.
@@ -74,7 +74,7 @@ def sample_groups(
     if the engine returns anything but each response once, with a finite log-prob for every token.
     """
     ways = [sampling] * len(rows) if isinstance(sampling, Sampling) else sampling
-    rollouts, handed = Rollouts(engine, environments, seed=seed), {}
+    rollouts, handed = Rollouts(engine, partner, seed=seed), {}
     with seeded(seed, engine.device), progress("generate", [], total=len(rows)) as bar:
         for i, (row, way) in enumerate(zip(rows, ways, strict=True)):
             rollouts.start(i, row, way)
@@ -114,25 +114,6 @@ def scores_of(responses: Sequence[Response]) -> torch.Tensor:
     return torch.tensor([r.score.value_or_nan for r in responses])
 
 
-def turns_of(responses: Sequence[Response]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The score of each response by turns of the policy, and how many tokens it sampled in each of them: (B, K) float64
-    and float32, K the most turns of a response.
-
-    The reward of a turn is what the environment gave with it; the rest of the score stands at the last turn, so all of
-    it where there is no environment. Behind the last turn the reward is NaN and the length 0; without a score all
-    rewards are NaN.
-    """
-    most = max((r.turns for r in responses), default=1)
-    rewards, lengths = torch.full((len(responses), most), math.nan, dtype=torch.float64), []
-    for i, r in enumerate(responses):
-        lengths.append([*r.turn_lengths, *[0.0] * most][:most])
-        if r.score.value is not None:
-            given = [*r.turn_rewards, *[0.0] * r.turns][: r.turns]
-            given[-1] += r.score.value - sum(given)
-            rewards[i, : r.turns] = torch.tensor(given, dtype=torch.float64)
-    return rewards, torch.tensor(lengths, dtype=torch.float32).view(rewards.shape)
-
-
 def accuracies_of(responses: Sequence[Response]) -> torch.Tensor:
     """How right each response is, (B,) float32 within 0 and 1: see `Score.accuracy`; NaN without a score."""
     found = [math.nan if r.score.value is None else r.score.accuracy for r in responses]
@@ -140,8 +121,8 @@ def accuracies_of(responses: Sequence[Response]) -> torch.Tensor:
 
 
 def lengths_of(responses: Sequence[Response], *, whole: bool = False) -> torch.Tensor:
-    """How many tokens of each response the policy sampled, or how many the `whole` response has, with the answers of
-    tools and environments, which --max-response-length limits: (B,) float32.
+    """How many tokens of each response the policy sampled, or how many the `whole` response has, with the answers of a
+    partner, which --max-response-length limits too: (B,) float32.
     """
     return torch.tensor([float(r.response_length if whole else r.num_sampled) for r in responses])
 

@@ -5,49 +5,46 @@
         rollouts.start(name, row, sampling)           at any time, also while others are sampled
     for name, samples in rollouts.run(): ...          each group as soon as it is complete
 
-With environments a response is a conversation. After a turn of the policy its environment is asked, while the engine
-samples the others. What it answers is appended with mask 0, and the policy goes on behind it:
+A partner may answer the policy. Then a response consists of several turns. After each turn the partner is asked, while
+the engine samples the other responses. What it answers is appended with mask 0, and the policy goes on behind it:
 
-    response   = turn 1 + observation + turn 2 + ...
-    mask       =   1    +     0       +   1    + ...        log-probs of observations are 0
+    response   = turn 1 + answer + turn 2 + ...
+    mask       =   1    +   0    +   1    + ...             log-probs of answers are 0
 """
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from rl import stop
 from rl.data.order import derive_seed
 from rl.data.rows import Row
-from rl.data.types import Completion, Request, Sample, Sampling, sample_of, unknown
+from rl.data.types import Completion, Outcome, Request, Sample, Sampling, sample_of, unknown
 from rl.sampling.engines.base import Engine
 
 STOP_EVERY = 16  # ranks that share an engine ask each other after so many decoding steps whether to stop
-IDLE_WAIT_S = 0.05  # how long to wait for an environment when the engine has nothing to sample
+IDLE_WAIT_S = 0.05  # how long to wait for the partner when the engine has nothing to sample
 
 
 class Trajectory:
     """One response in the making: what the policy sampled, and what it was told in between."""
 
-    def __init__(self, row: Row, sampling: Sampling, seed: int | None):
-        self.row, self.sampling, self.seed = row, sampling, seed
+    def __init__(self, key: Hashable, row: Row, sampling: Sampling, seed: int | None):
+        self.key, self.row, self.sampling, self.seed = key, row, sampling, seed
         self.ids: list[int] = []
         self.mask: list[int] = []
         self.logprobs: list[float] = []
-        self.messages: list[dict] = []  # of a conversation, behind the prompt
-        self.turn_at = 0  # where in `ids` the turn of the policy begins
-        self.turns, self.finish_reason = 0, "abort"
-        self.turn_rewards: list[float] = []  # by the environment, if it gives any
+        self.turns, self.finish_reason = 0, "abort"  # turns: how often the policy has come to an end
         self.columns: dict[str, np.ndarray] = {}  # as far as the engine has told
 
-    def request(self, key: Hashable) -> Request:
+    def request(self) -> Request:
         """What the engine is to sample next. The seed depends on the turn, not on when it begins."""
         seed = None if self.seed is None else derive_seed(self.seed, self.turns, len(self.ids))
         rest = replace(self.sampling, max_tokens=self.sampling.max_tokens - len(self.ids))
-        return Request(key, [*self.row["prompt_ids"], *self.ids], rest, seed)
+        return Request(self.key, [*self.row["prompt_ids"], *self.ids], rest, seed)
 
     def take(self, completion: Completion) -> None:
         """Append what was sampled. Raises RuntimeError if not every token has a finite log-prob."""
@@ -67,22 +64,45 @@ class Trajectory:
     def tell(self, ids: list[int]) -> None:
         """Append what the policy did not sample."""
         self._append(ids, 0, [0.0] * len(ids))
-        self.turn_at = len(self.ids)
 
     def _append(self, ids: list[int], mask: int, logprobs: list[float]) -> None:
         self.ids += ids
         self.mask += [mask] * len(ids)
         self.logprobs += logprobs
 
-    def sample(self, report: dict | None = None) -> Sample:
-        """The response as it is now, with what its environment reports."""
-        numbers = (self.ids, self.mask, self.logprobs, self.finish_reason, self.row["row_index"])
-        about = (max(self.turns, 1), tuple(self.messages), report, tuple(self.turn_rewards))
+    def sample(self, outcome: Outcome | None = None) -> Sample:
+        """The response as it is now, with what the partner says of it."""
+        tokens = (self.row["prompt_ids"], self.ids, self.mask, self.logprobs)
         num_tokens, columns = len(self.row["prompt_ids"]) + len(self.ids), {}
         for name, x in self.columns.items():  # the last token, and what was told after it, may be missing
             columns[name] = np.full((num_tokens, *x.shape[1:]), unknown(x), x.dtype)
             columns[name][: len(x)] = x
-        return Sample(self.row["prompt_ids"], *numbers, *about, columns=columns)
+        return Sample(*tokens, self.finish_reason, self.row["row_index"], outcome, columns)
+
+
+class Partner(Protocol):
+    """What answers the policy in the middle of a response. extras/agents has one: environments and tools.
+
+    It may keep what it likes for each response from `begin` to `end`, and set `finish_reason` of one that it ends.
+    """
+
+    def begin(self, x: Trajectory, seed: int) -> None:
+        """Begin a response of which nothing was sampled; `answers` says what it goes on behind. The seed is that of its
+        group, whose responses begin alike.
+        """
+
+    def after(self, x: Trajectory) -> bool:
+        """Take notice of a turn of the policy that is complete. Returns whether `answers` will say how the response
+        goes on; if not, that was its last turn.
+        """
+
+    def answers(self, wait_s: float) -> list[tuple[Trajectory, list[int] | None]]:
+        """The responses that go on or end now, each with the ids that are appended, or with None if it has ended. Waits
+        for the first of them for so many seconds at most.
+        """
+
+    def end(self, x: Trajectory) -> Outcome:
+        """Forget a response, which is complete or given up. Returns what there is to say of it."""
 
 
 def saved_group(row: Row, done: dict[int, Sample]) -> dict[str, Any]:
@@ -94,17 +114,17 @@ def saved_group(row: Row, done: dict[int, Sample]) -> dict[str, Any]:
 class Rollouts:
     """Groups of responses in flight over one engine. Ranks that share it make all calls together.
 
-    Args: environments, that answer the policy, if any; seed, which with environments decides what every turn samples,
-    whenever it begins; without them the engine draws from the global generators.
+    Args: partner, which answers the policy, if anything does; seed, which with a partner decides what every turn
+    samples, whenever it begins; without one the engine draws from the global generators.
     """
 
-    def __init__(self, engine: Engine, environments: Any = None, *, seed: int = 0):
-        self.engine, self.environments, self.seed = engine, environments, seed
+    def __init__(self, engine: Engine, partner: Partner | None = None, *, seed: int = 0):
+        self.engine, self.partner, self.seed = engine, partner, seed
         self.count = 0  # responses that were ever started
         # Groups that are not complete: their size, and the responses that are done. Nothing is kept of others.
         self.groups: dict[Hashable, tuple[int, dict[int, Sample]]] = {}
         self.trajectories: dict[Hashable, Trajectory] = {}  # those that are not, by group and number
-        self.waiting: set[Hashable] = set()  # those of them whose environment is asked
+        self.waiting: set[Hashable] = set()  # those of them that the partner is asked for
         self.pending: list[Hashable] = []  # those of them that the engine is still to be asked for
 
     def start(self, name: Hashable, row: Row, sampling: Sampling, seed: int | None = None) -> None:
@@ -112,21 +132,22 @@ class Rollouts:
         on that, and not on `self.seed` or the global generators.
         """
         origin = (self.seed, row["row_index"]) if seed is None else (seed,)
-        has_seed = self.environments is not None or seed is not None
+        has_seed = self.partner is not None or seed is not None
         self.groups[name] = sampling.n, {}
         self.count += sampling.n
         for j in range(sampling.n):
-            self.trajectories[name, j] = Trajectory(row, sampling, derive_seed(*origin, j) if has_seed else None)
-            if self.environments:
-                self.environments.start((name, j), row, derive_seed(*origin))
-                self.waiting.add((name, j))
+            key = name, j
+            x = self.trajectories[key] = Trajectory(key, row, sampling, derive_seed(*origin, j) if has_seed else None)
+            if self.partner is None:
+                self.pending.append(key)
             else:
-                self.pending.append((name, j))
+                self.partner.begin(x, derive_seed(*origin))
+                self.waiting.add(key)
 
     def is_open(self) -> bool:
         """Whether any response is in flight, of this rank or of one that shares the engine."""
         if self.pending:
-            self.engine.add([self.trajectories[key].request(key) for key in self.pending])
+            self.engine.add([self.trajectories[key].request() for key in self.pending])
             self.pending = []
         return self.engine.has_requests(waiting=bool(self.waiting))
 
@@ -140,29 +161,17 @@ class Rollouts:
                 raise RuntimeError(f"the engine returned {which}, which it had returned before or was not asked for")
             x.take(completion)
             x.turns += 1
-            if self.environments is not None:
-                text, calls = self.environments.chat.read(x.ids[x.turn_at :])
-                x.messages.append({"role": "assistant", "content": text})
-                if completion.finish_reason == "stop":
-                    self.environments.ask(key, text, calls, x.turns)
-                    self.waiting.add(key)
-                    continue
-            done += self._finish(key)
-        for answer in self.environments.answers(IDLE_WAIT_S * self.engine.is_idle) if self.environments else ():
-            x = self.trajectories[answer.key]
-            self.waiting.discard(answer.key)
-            if answer.reward is not None and x.turns > 0:
-                x.turn_rewards += [0.0] * (x.turns - 1 - len(x.turn_rewards)) + [answer.reward]
-            told: list[int] | str = "error" if answer.has_failed else x.finish_reason  # a text: why it ends
-            if answer.messages is not None and x.turns < self.environments.max_turns:
-                told = self.environments.ids_of(answer, x.ids, x.sampling.max_tokens - len(x.ids))
-            if isinstance(told, str):
-                x.finish_reason = told
-                done += self._finish(answer.key)
+            if self.partner is not None and self.partner.after(x):
+                self.waiting.add(key)
             else:
-                x.tell(told)
-                x.messages += answer.messages
-                self.pending.append(answer.key)
+                done += self._finish(x)
+        for x, ids in self.partner.answers(IDLE_WAIT_S * self.engine.is_idle) if self.partner else ():
+            self.waiting.discard(x.key)
+            if ids is None:
+                done += self._finish(x)
+            else:
+                x.tell(ids)
+                self.pending.append(x.key)
         return done
 
     def run(self, enough: Callable[[], bool] | None = None) -> Iterator[tuple[Hashable, list[Sample]]]:
@@ -178,7 +187,7 @@ class Rollouts:
             yield from self.step()
 
     def pause(self) -> Iterator[tuple[Hashable, list[Sample]]]:
-        """`interrupt`, then wait for environments that were asked: they answer before others use them. Gives the groups
+        """`interrupt`, then wait for the partner where it was asked: it answers before others use it. Gives the groups
         that become complete by that. Ranks of an engine wait together, and not if the run is asked to stop.
         """
         self.interrupt()
@@ -199,8 +208,8 @@ class Rollouts:
         found = {}
         for (name, j), x in self.trajectories.items():
             if name not in found:
-                found[name] = saved_group(x.row, {} if self.environments else self.groups[name][1])
-            if not self.environments:  # a conversation begins again
+                found[name] = saved_group(x.row, {} if self.partner else self.groups[name][1])
+            if not self.partner:  # what it has kept of a group is not saved, so that the group begins again
                 arrays = np.array(x.ids, np.int32), np.array(x.mask, np.int8), np.array(x.logprobs, np.float32)
                 found[name]["open"].append([j, *arrays, x.columns, x.seed, x.turns])
         return found
@@ -221,7 +230,7 @@ class Rollouts:
         self.groups[name] = sampling.n, done
         self.count += sampling.n
         for j, ids, mask, logprobs, columns, seed, turns in saved["open"]:
-            x = self.trajectories[name, j] = Trajectory(row, sampling, seed)
+            x = self.trajectories[name, j] = Trajectory((name, j), row, sampling, seed)
             x.ids, x.mask, x.logprobs = ids.tolist(), mask.tolist(), logprobs.tolist()
             x.columns, x.turns = columns, turns
             self.pending.append((name, j))
@@ -236,16 +245,17 @@ class Rollouts:
     def abandon(self) -> None:
         """Give up all responses in flight."""
         self.engine.abort()
-        for key in self.trajectories if self.environments else ():
-            self.environments.end(key)
+        for x in self.trajectories.values() if self.partner else ():
+            self.partner.end(x)
         self.groups, self.trajectories, self.waiting, self.pending = {}, {}, set(), []
 
-    def _finish(self, key: Hashable) -> list[tuple[Hashable, list[Sample]]]:
+    def _finish(self, x: Trajectory) -> list[tuple[Hashable, list[Sample]]]:
         """A response is complete; returns its group, if that is."""
-        (name, j), report = key, self.environments.end(key) if self.environments else None
-        n, found = self.groups[name]
-        found[j] = self.trajectories.pop(key).sample(report)
-        if len(found) < n:
+        name, j = x.key
+        n, samples = self.groups[name]
+        samples[j] = x.sample(self.partner.end(x) if self.partner else None)
+        del self.trajectories[x.key]
+        if len(samples) < n:
             return []
         del self.groups[name]
-        return [(name, [found[j] for j in range(n)])]
+        return [(name, [samples[j] for j in range(n)])]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from rl.data.rows import Row
-from rl.data.types import Response, Score, sample_of
+from rl.data.types import Response, Score, outcome_of, sample_of
 from rl.ranks import Ranks
 
 Saved = list[list[dict[str, Any]]]  # for each group its responses, and the tokens of those that the rank has
@@ -40,6 +40,6 @@ def from_states(states: Sequence[Saved], rows: Mapping[int, Row], n: int, ranks:
 
 def _response(saved: dict[str, Any], rank: int, number: int, *, has_tokens: bool) -> Response:
     columns = tuple((name, dtype, tuple(shape)) for name, dtype, shape in saved.get("columns", ()))
-    changed = dict(score=Score(*saved["score"]), columns=columns)
+    changed = dict(score=Score(*saved["score"]), columns=columns, outcome=outcome_of(saved))
     sample = sample_of(saved["sample"]) if has_tokens else None
     return Response(**saved | changed | dict(rank=rank, number=number, sample=sample))

@@ -18,7 +18,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from rl import children, stop
 from rl.console import say
 from rl.data.rows import Row, named, no_ground_truth
-from rl.data.types import Response, Sample, Score
+from rl.data.types import Outcome, Response, Sample, Score
 from rl.ranks import Ranks
 from rl.scoring.flags import BY_DATA_SOURCE, Scoring
 from rl.scoring.process import Worker
@@ -87,7 +87,8 @@ class Scorer:
         self.open: set[Future] = set()  # those that were not collected
         self.judges: Sequence[Judge] = ()  # change what the functions gave; they have to be loaded before `collect`
         self.report = ""  # what `check` said
-        self.in_turns = False  # whether responses are conversations
+        # What a partner of the policy would say of a response that is this text; None without a partner.
+        self.outcome_of: Callable[[str], Outcome] | None = None
         self.components: dict[str, set[str]] = {}  # data source -> names of parts of the scores that `check` saw
         hellos: list[Future] = [Future() for _ in range(self.workers)]
         for hello in hellos:  # a worker dies with the thread that started it, so each has its own
@@ -195,8 +196,8 @@ class Scorer:
         samples = []
         for text in texts:
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-            turn = ([{"role": "assistant", "content": text}], {}) if self.in_turns else ()
-            samples.append(Sample([], ids, [1] * len(ids), [0.0] * len(ids), "stop", 0, 1, *turn))
+            outcome = self.outcome_of(text) if self.outcome_of else None
+            samples.append(Sample([], ids, [1] * len(ids), [0.0] * len(ids), "stop", 0, outcome))
         return self.collect([self.submit(row, samples)])
 
     def close(self) -> None:
@@ -225,9 +226,9 @@ class Scorer:
     def _score(self, worker: Worker, row: Row, samples: Sequence[Sample], twice: bool) -> Scored:
         """Let a worker score responses to a row."""
         texts = decode_responses(self.tokenizer, [s.response_ids.tolist() for s in samples])
-        texts = [text if s.report is None else _last_turn(s.messages) for s, text in zip(samples, texts, strict=True)]
+        texts = [s.outcome.text if s.outcome else text for s, text in zip(samples, texts, strict=True)]
         scores = [Score(text, None, {}, "none", 0.0) for text in texts]
-        asked = [i for i, s in enumerate(samples) if s.finish_reason != "error"]  # where no environment has failed
+        asked = [i for i, s in enumerate(samples) if s.finish_reason != "error"]  # where no partner has failed
         if not asked:
             return scores, None
         source, truth = row["data_source"], row["reward_model"]["ground_truth"]
@@ -241,7 +242,8 @@ class Scorer:
             problem = "the same response scored twice gave two scores; the reward is not a function of its input"
         for i, (value, parts) in zip(asked, results, strict=True):
             status = reply.get("status", "none") if value is None else "ok"
-            whole = None if value is None else value + sum(samples[i].turn_rewards)
+            by_partner = samples[i].outcome.reward if samples[i].outcome else 0.0
+            whole = None if value is None else value + by_partner
             scores[i] = Score(texts[i], whole, parts, status, seconds)
         if problem is not None:
             problem = f"{named(row)}: {problem}\nresponse: {texts[0][-300:]!r}"
@@ -249,17 +251,8 @@ class Scorer:
 
 
 def _facts(sample: Sample) -> dict[str, Any]:
-    """What extra_info says of a response: how many tokens the policy sampled, and the conversation, if it is one."""
-    facts: dict[str, Any] = {"response_length": sample.num_sampled}
-    if sample.report is not None:
-        given = {"turn_rewards": list(sample.turn_rewards)} if sample.turn_rewards else {}
-        facts |= {"messages": list(sample.messages), "environment": given | sample.report}
-    return facts
-
-
-def _last_turn(messages: Sequence[dict]) -> str:
-    """What the policy said last."""
-    return next((x["content"] for x in reversed(messages) if x["role"] == "assistant"), "")
+    """What extra_info says of a response: how many tokens the policy sampled, and what its partner says, if any."""
+    return {"response_length": sample.num_sampled} | (sample.outcome.extra_info if sample.outcome else {})
 
 
 def make_scorer(
@@ -269,17 +262,17 @@ def make_scorer(
     rows: Sequence[Row],
     *,
     max_response_length: int,
-    in_turns: bool = False,
+    outcome_of: Callable[[str], Outcome] | None = None,
     judges: Sequence[Judge] = (),
 ) -> Scorer:
-    """The scorer that the flags ask for, tried on `rows`; what it says of them is its `report`. Args: in_turns, whether
-    responses are conversations with environments; judges, which are not loaded yet. Raises ValueError if a function
-    cannot score the first row of every data source.
+    """The scorer that the flags ask for, tried on `rows`; what it says of them is its `report`. Args: outcome_of,
+    what the policy's partner would say of a response that is this text, if there is a partner; judges, which are not
+    loaded yet. Raises ValueError if a function cannot score the first row of every data source.
     """
     if flags.allow_unsafe_code_execution:
         os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox, in the workers
     scorer = Scorer(functions, tokenizer, flags, max_response_length=max_response_length)
-    scorer.in_turns = in_turns
+    scorer.outcome_of = outcome_of
     scorer.report = scorer.check(rows)
     scorer.judges = judges
     of_judges, of_functions = {judge.component for judge in judges}, scorer.components or {"": set()}  # "": all sources

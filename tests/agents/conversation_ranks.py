@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from extras.agents import EnvironmentFlags, make_environments
+from extras.agents import EnvironmentFlags, open_partner
 from rl import stop
 from rl.data.types import Sampling
 from rl.model.load import load_causal_lm
@@ -35,7 +35,7 @@ def make_rows(tokenizer) -> list[dict]:
     return [dict(prompt_ids=[*ids, 5 + i], row_index=i, extra_info=x, prompt=[]) for i, x in enumerate(about)]
 
 
-def partial_conversations(engine, environments, ranks, rows) -> list[int]:
+def partial_conversations(engine, partner, ranks, rows) -> list[int]:
     """How many turns the conversations of three steps have, on ranks that wait for their environments at other times;
     then a step that is asked to stop while one rank has its groups and the other has not.
     """
@@ -46,10 +46,10 @@ def partial_conversations(engine, environments, ranks, rows) -> list[int]:
     flight = InFlight(Decoding(partial_rollouts=0.5), rows, 2, ranks, [], 3)
     for step in range(3):
         new = [rows[3 * rank + i] for rank in range(2) for i in range(1 + (step == 0))][: 3 if step == 0 else 2]
-        _, own, _ = flight.sample(engine, new, way, lambda row, group: None, environments, step=step)
-        found += [s.turns for s in own]
+        _, own, _ = flight.sample(engine, new, way, lambda row, group: None, partner, step=step)
+        found += [s.outcome.facts["turns"] for s in own]
     stop.ask(0)
-    flight.sample(engine, [rows[0], rows[5]], way, lambda row, group: None, environments, step=3)
+    flight.sample(engine, [rows[0], rows[5]], way, lambda row, group: None, partner, step=3)
     stop.end()
     return found
 
@@ -76,7 +76,7 @@ def partial_steps(engine, policy, rollout, ranks) -> list[dict]:
 def main(model: str, game: str, out: str, engine_name: str, tensor_parallel_size: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     flags = EnvironmentFlags(environment=game, max_turns=8)
-    environments = make_environments(flags, tokenizer, STOPS)
+    partner = open_partner(flags, tokenizer, STOPS)
     ranks = init_ranks()
     rollout = Rollout(
         engine=engine_name, max_num_seqs=8, max_logprob_gap=1e-4, tensor_model_parallel_size=int(tensor_parallel_size)
@@ -86,7 +86,7 @@ def main(model: str, game: str, out: str, engine_name: str, tensor_parallel_size
     engine.update_weights(full_tensors(policy))
 
     rows = make_rows(tokenizer)
-    rollouts, samples, unread = Rollouts(engine, environments, seed=5), [], {}
+    rollouts, samples, unread = Rollouts(engine, partner, seed=5), [], {}
     for row in ranks.own_slice(rows):
         is_long = row["row_index"] == len(rows) - 1 and engine_name == "vllm"
         stops = () if is_long else STOPS
@@ -107,9 +107,9 @@ def main(model: str, game: str, out: str, engine_name: str, tensor_parallel_size
         message = str(error)
     results = {"samples": samples, "gap": gap, "steps waited": slowest, "message": message}
     results["partial"] = partial_steps(engine, policy, rollout, ranks)
-    results["turns"] = partial_conversations(engine, environments, ranks, rows)
+    results["turns"] = partial_conversations(engine, partner, ranks, rows)
     torch.save(results, Path(out) / f"rank{ranks.rank}.pt")
-    environments.close()
+    partner.close()
     engine.close()
     shutdown_ranks()
 

@@ -1,6 +1,7 @@
 """Conversations by chat templates: which templates are taken, what the policy is told as ids, and what it calls."""
 
 import json
+from functools import partial
 
 import launch
 import pytest
@@ -296,10 +297,11 @@ def test_of_a_wrong_response_template_and_a_reader_that_fits_the_reader_is_taken
 
 def test_a_prompt_that_is_a_text_is_refused_and_one_of_messages_has_no_generation_prompt(make, tokenizer):
     make(QWEN25)
+    prompt_text = partial(chat.prompt_text, tools=[])
     rows = [{"prompt": [USER], "row_index": 0}, {"prompt": "2+2=", "row_index": 1}]
     with pytest.raises(ValueError, match="row 1: the prompt is a text; --environment and --tools need messages"):
-        encode_prompts(tokenizer, rows, tools=[])
-    (row,) = encode_prompts(tokenizer, rows[:1], tools=[])
+        encode_prompts(tokenizer, rows, text_of=prompt_text)
+    (row,) = encode_prompts(tokenizer, rows[:1], text_of=prompt_text)
     assert tokenizer.decode(row["prompt_ids"]) == "<|im_start|>user\nx<|im_end|>\n"
 
 

@@ -14,7 +14,7 @@ from helpers_data import spans_of
 from helpers_engines import TEMPERATURE, logits_of, plain, push, the_only_shared_engine, trainer_gap
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from extras.agents import EnvironmentFlags, make_environments
+from extras.agents import EnvironmentFlags, open_partner
 from rl.data.batching import collate
 from rl.data.types import Sampling
 from rl.model.logprobs import token_logprobs
@@ -115,7 +115,8 @@ class Made:
         self.folder, self.tokenizer, self.file = folder, tokenizer, folder / "game.py"
         self.file.write_text(GAME)
         flags = EnvironmentFlags(environment=str(self.file), environment_timeout=15.0, max_turns=8)
-        self.environments = make_environments(flags, tokenizer, STOPS)
+        self.partner = open_partner(flags, tokenizer, STOPS)
+        self.environments = self.partner.environments
 
     def pids(self, name="pids"):
         return [int(x) for x in (self.folder / name).read_text().split()]
@@ -146,9 +147,17 @@ def rows_of(tokenizer, *about):
     return [dict(prompt_ids=ids + [5 + i], row_index=i, extra_info=x, prompt=[]) for i, x in enumerate(about)]
 
 
+def messages_of(s):
+    return s.outcome.extra_info["messages"]
+
+
+def turns(s):
+    return s.outcome.facts["turns"]
+
+
 def sample(engine, made, rows, *, seed=0, n=2, max_tokens=200):
     way = Sampling(n=n, temperature=TEMPERATURE, max_tokens=max_tokens, stop_token_ids=STOPS)
-    return sample_groups(engine, rows, way, environments=made.environments, seed=seed)[0]
+    return sample_groups(engine, rows, way, partner=made.partner, seed=seed)[0]
 
 
 def parts(s):
@@ -169,8 +178,8 @@ def test_a_conversation_is_what_it_was_told_and_what_it_said(engine, policy, mad
     samples, model = sample(engine, made, rows, max_tokens=300), plain(policy)
     assert [s.row_index for s in samples] == [i // 2 for i in range(18)]
     for s in samples:
-        first = s.messages[0]["content"]
-        assert first == next(x.messages[0]["content"] for x in samples if x.row_index == s.row_index)
+        first = messages_of(s)[0]["content"]
+        assert first == next(messages_of(x)[0]["content"] for x in samples if x.row_index == s.row_index)
         told, before = f"<|im_start|>user\n{first}<|im_end|>\n<|im_start|>assistant\n", None
         messages = [{"role": "user", "content": first}]
         for i, (observed, said) in enumerate(parts(s)):
@@ -180,17 +189,17 @@ def test_a_conversation_is_what_it_was_told_and_what_it_said(engine, policy, mad
             before = f"{i + 1}+{len(text)}"
             told = f"\n<|im_start|>user\n{before}<|im_end|>\n<|im_start|>assistant\n"
             told = told if said[-1] == 2 else "<|im_end|>" + told
-            is_last = i + 1 == s.turns
+            is_last = i + 1 == turns(s)
             if not is_last:
                 assert said[-1] in STOPS
                 messages.append({"role": "user", "content": before})
-        assert list(s.messages)[: len(messages)] == messages and s.turns == len(parts(s))
+        assert list(messages_of(s))[: len(messages)] == messages and turns(s) == len(parts(s))
         if s.finish_reason == "stop":
-            assert s.turns == min(s.row_index + 1, 8) and s.report["count"] == s.turns
+            assert turns(s) == min(s.row_index + 1, 8) and s.outcome.extra_info["environment"]["count"] == turns(s)
         logp = (logits_of(model, s.prompt_ids, s.response_ids) / TEMPERATURE).log_softmax(-1)
         logp = logp.gather(-1, torch.from_numpy(s.response_ids).long()[:, None])[:, 0] * torch.tensor(s.response_mask)
         torch.testing.assert_close(logp, torch.from_numpy(s.rollout_logprobs), rtol=0, atol=1e-4)
-    assert {s.turns for s in samples} == {*range(1, 9)}
+    assert {turns(s) for s in samples} == {*range(1, 9)}
     assert trainer_gap(policy, samples) < 1e-4
     way = Sampling(temperature=TEMPERATURE)
     for s in samples[::5]:  # packed with others, and alone
@@ -204,7 +213,8 @@ def test_a_conversation_is_what_it_was_told_and_what_it_said(engine, policy, mad
 
 
 def facts(samples):
-    return [(s.response_ids.tolist(), s.response_mask.tolist(), s.finish_reason, s.messages, s.turns) for s in samples]
+    arrays = [(s.response_ids.tolist(), s.response_mask.tolist()) for s in samples]
+    return [(*x, s.finish_reason, messages_of(s), turns(s)) for x, s in zip(arrays, samples, strict=True)]
 
 
 def test_samples_depend_on_the_seed_and_not_on_when_answers_come(engine, policy, made, tokenizer):
@@ -220,7 +230,7 @@ def test_samples_depend_on_the_seed_and_not_on_when_answers_come(engine, policy,
 def test_an_interruption_keeps_tokens_turns_and_versions(engine, policy, made, tokenizer):
     """Interrupted after every third step, with other weights from then on."""
     push(engine, policy)
-    rollouts, version = Rollouts(engine, made.environments, seed=1), engine.policy_version
+    rollouts, version = Rollouts(engine, made.partner, seed=1), engine.policy_version
     way = Sampling(n=2, temperature=TEMPERATURE, max_tokens=200, stop_token_ids=STOPS)
     for row in rows_of(tokenizer, {"turns": 2}, {"turns": 3, "latency": 0.02}):
         rollouts.start(row["row_index"], row, way)
@@ -240,7 +250,7 @@ def test_an_interruption_keeps_tokens_turns_and_versions(engine, policy, made, t
     assert len(done) == 4 and trainer_gap(policy, done) < 1e-4
     for s in done:
         said = [tokenizer.decode(x, skip_special_tokens=True) for _, x in parts(s)]
-        assert [x["content"] for x in s.messages if x["role"] == "assistant"] == said  # whole turns
+        assert [x["content"] for x in messages_of(s) if x["role"] == "assistant"] == said  # whole turns
         versions, counts = zip(*spans_of(s), strict=True)
         assert version <= min(versions) and max(versions) <= engine.policy_version
         assert list(versions) == sorted(set(versions)) and sum(counts) == s.num_sampled
@@ -305,7 +315,7 @@ def test_conversations_are_the_same_on_one_rank_and_two_and_over_an_engine_that_
     """Log-probs of every sampled token are those of a plain model that reads each conversation by itself."""
     model = AutoModelForCausalLM.from_pretrained(split_model, dtype=torch.float32, attn_implementation="eager")
     samples = [s for rank in sampled(name) for s in rank["samples"]]
-    assert len(samples) == 20 and {s.turns for s in samples} >= {*range(1, 8)}
+    assert len(samples) == 20 and {turns(s) for s in samples} >= {*range(1, 8)}
     for s in samples:
         logp = (logits_of(model, s.prompt_ids, s.response_ids) / TEMPERATURE).log_softmax(-1)
         logp = logp.gather(-1, torch.from_numpy(s.response_ids).long()[:, None])[:, 0] * torch.tensor(s.response_mask)
@@ -348,16 +358,17 @@ def test_a_fault_costs_its_own_conversation(hf_engine, policy, made, tokenizer, 
     rows = rows_of(tokenizer, *({"turns": 1, "does": x} for x in [*FAULTS, *harmless]))
     samples = sample(hf_engine, made, rows, n=1, max_tokens=300)
     found = {row["extra_info"]["does"]: s for row, s in zip(rows, samples, strict=True)}
-    reached = {name for name, s in found.items() if len(s.messages) > 1 and s.response_ids[-1] in STOPS}
+    reached = {name for name, s in found.items() if len(messages_of(s)) > 1 and s.response_ids[-1] in STOPS}
     for name, s in found.items():
         failed = s.finish_reason == "error"
-        assert failed == (name in FAULTS) or s.finish_reason == "length", (name, s.finish_reason, s.turns)
+        assert failed == (name in FAULTS) or s.finish_reason == "length", (name, s.finish_reason, turns(s))
     assert {name for name, s in found.items() if s.finish_reason == "error"} >= {*FAULTS} - {"dies later"}
     assert reached and found["megabyte"].finish_reason == "length" and len(found["no reset"].response_ids) == 0
     assert all(len(s.response_ids) == 0 for name, s in found.items() if "report" in name)
-    assert [x.turn_rewards for x in samples if x.turn_rewards] == [(2.0,)] == [found["paid end"].turn_rewards]
-    assert [x["content"] for x in found["two messages"].messages[2:4]] == ["1", "2"]
-    assert found["surrogate"].messages[2]["content"] == "1?2" or found["surrogate"].turns == 1
+    paid = {name: s.outcome.facts["rewards"] for name, s in found.items() if s.outcome.facts["rewards"]}
+    assert paid == {"paid end": [2.0]} and found["paid end"].outcome.reward == 2.0
+    assert [x["content"] for x in messages_of(found["two messages"])[2:4]] == ["1", "2"]
+    assert messages_of(found["surrogate"])[2]["content"] == "1?2" or turns(found["surrogate"]) == 1
     launch.until(lambda: not any(map(launch.alive, made.pids())), 60, "a process is left behind")
     assert capfd.readouterr().err.count("environment: the conversation of") == 1
     assert len(made.pids("closed")) >= 3
@@ -390,7 +401,7 @@ def test_close_leaves_no_process(tmp_path, tokenizer, hf_engine, policy):
 def refused(tokenizer, message, **flags):
     before = launch.children(os.getpid())
     with pytest.raises(ValueError, match=message):
-        make_environments(EnvironmentFlags(**flags), tokenizer, STOPS)
+        open_partner(EnvironmentFlags(**flags), tokenizer, STOPS)
     assert [x for x in launch.children(os.getpid()) if x not in before and launch.alive(x)] == []
 
 
@@ -437,15 +448,15 @@ def test_a_message_that_the_template_moves_ends_its_conversation_and_not_the_run
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = MOVES
     (tmp_path / "system.py").write_text(SYSTEM)
-    environments = make_environments(EnvironmentFlags(environment=str(tmp_path / "system.py")), tokenizer, STOPS)
+    partner = open_partner(EnvironmentFlags(environment=str(tmp_path / "system.py")), tokenizer, STOPS)
     try:
         assert "a message of the role 'system' ends its conversation as an error" in capfd.readouterr().err
         rows = rows_of(tokenizer, {"first": True}, {"first": False})
         way = Sampling(n=1, temperature=TEMPERATURE, max_tokens=100, stop_token_ids=STOPS)
-        first, later = sample_groups(hf_engine, rows, way, environments=environments, seed=0)[0]
+        first, later = sample_groups(hf_engine, rows, way, partner=partner, seed=0)[0]
     finally:
-        environments.close()
-    assert (first.finish_reason, first.turns, len(first.response_ids), first.messages) == ("error", 1, 0, ())
-    assert (later.finish_reason, later.turns) == ("error", 1) and later.response_ids[-1] in STOPS
-    assert [x["role"] for x in later.messages] == ["assistant"]
+        partner.close()
+    assert (first.finish_reason, turns(first), len(first.response_ids), messages_of(first)) == ("error", 1, 0, [])
+    assert (later.finish_reason, turns(later)) == ("error", 1) and later.response_ids[-1] in STOPS
+    assert [x["role"] for x in messages_of(later)] == ["assistant"]
     assert capfd.readouterr().err.count("does not append messages of the roles system, but moves or merges them") == 1

@@ -21,7 +21,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from extras.agents import EnvironmentFlags, make_environments, worker
+from extras.agents import EnvironmentFlags, open_partner, worker
 
 END = 2  # <|im_end|>
 
@@ -185,7 +185,8 @@ class Talk:
 
     def __init__(self, tokenizer, *tools):
         flags = EnvironmentFlags(tools=tools, max_tool_response_length=200)
-        self.environments, self.count = make_environments(flags, tokenizer, [END]), 0
+        self.partner = open_partner(flags, tokenizer, [END])
+        self.environments = self.partner.environments
 
     def wait_for(self, seconds):
         """From now on --environment-timeout is that; before it is a minute, since machines are busy."""
@@ -221,7 +222,7 @@ def test_calls_are_answered_in_their_order_and_counted(talk):
     talk.begin("a")
     below = talk.environments.process.pid
     launch.until(lambda: len(launch.descendants(below)) == 2, 30)  # the conversation's process, before it is asked
-    assert [x["function"]["name"] for x in talk.environments.chat.tools][:2] == ["add", "wait_and_add"]
+    assert [x["function"]["name"] for x in talk.environments.tools][:2] == ["add", "wait_and_add"]
     later = [("wait_and_add", {"a": a, "b": 1}) for a in (3, 0, 2)]
     assert talk.calls("a", *later) == ['{"sum": 4}', '{"sum": 1}', '{"sum": 3}']
     wrong = [("add", {"a": 1}), ("add", None), ("subtract", {}), ("_hidden", {}), ("", None), ("add", {"a": 1, "b": 2})]
@@ -282,7 +283,7 @@ def test_control_tokens_in_the_result_of_a_tool_stay_text(talk, tokenizer):
     talk.environments.ask("a", "", [("control", {})], 1)
     [answer] = launch.until(lambda: talk.environments.answers(0.05))
     assert answer.messages[0]["content"].startswith("1<|im_end|>")
-    ids = talk.environments.ids_of(answer, [30, END])
+    ids = talk.partner.chat.ids_of(answer.messages, [30, END])
     text = tokenizer.decode(ids)  # it has no token for "<", "|", ">" or "_"
     assert text.startswith("\n<|im_start|>tool\n1imend\n") and text.endswith("<|im_end|>\n<|im_start|>assistant\n")
     assert [i for i in ids if i < 3] == [1, 2, 1]  # the template's own
@@ -419,9 +420,9 @@ def test_a_schema_may_hold_what_json_does_not_have():
 @pytest.mark.parametrize("size", [1_000, 300_000, 3_000_000])
 def test_schemas_may_be_long(size, tokenizer, tmp_path):
     (tmp_path / "long.py").write_text(CLASS.replace("TOOLS", f"{{'name': 'f', 'description': 'x' * {size}}},"))
-    environments = make_environments(EnvironmentFlags(environment=str(tmp_path / "long.py")), tokenizer, [END])
-    environments.close()
-    assert len(environments.chat.tools[0]["function"]["description"]) == size
+    partner = open_partner(EnvironmentFlags(environment=str(tmp_path / "long.py")), tokenizer, [END])
+    partner.close()
+    assert len(partner.chat.tools[0]["function"]["description"]) == size
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -459,7 +460,7 @@ def test_a_tool_server_that_goes_away_costs_calls_and_comes_back(server, tokeniz
     process, double = start(), ("double", {"x": 21})
     talk = Talk(tokenizer, url)
     try:
-        assert [x["function"]["name"] for x in talk.environments.chat.tools] == ["double", "break_", "picture", "wait"]
+        assert [x["function"]["name"] for x in talk.environments.tools] == ["double", "break_", "picture", "wait"]
         for key in "abc":
             talk.begin(key)
         assert talk.calls("a", double, ("break_", {}), ("double", {"x": "y"}), ("double", {}))[0] == "42"

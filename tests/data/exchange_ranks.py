@@ -19,7 +19,7 @@ from helpers_data import scored, versions_of
 
 from extras.variants import RULES, TokenSelection, token_selection
 from rl.data.batching import make_batch
-from rl.data.types import Response, Sample, Score
+from rl.data.types import Outcome, Response, Sample, Score
 from rl.formulas import advantages
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.run import metrics
@@ -58,9 +58,10 @@ def step_samples() -> list[Sample]:
             mask[slice(*GAPS[k])] = 0
         reason, row = ("length" if k % 4 == 0 else "stop"), ROWS[k // N]
         logprobs = -random.integers(0, 1024, length) / 256  # sums of these are exact
-        columns, turns = versions_of(row["prompt_ids"], (k // 5, min(length, 1)), (k // 4, length - 1)), 1 + k % 2
+        columns = versions_of(row["prompt_ids"], (k // 5, min(length, 1)), (k // 4, length - 1))
         columns["pairs"] = random.integers(0, 9, (len(row["prompt_ids"]) + length, 2)).astype(np.uint8)
-        samples.append(Sample(row["prompt_ids"], ids, mask, logprobs, reason, row["row_index"], turns, columns=columns))
+        outcome = Outcome({"turns": k}, k / 4, f"text {k}", {"messages": [k]}, {"turns": k}) if k % 2 else None
+        samples.append(Sample(row["prompt_ids"], ids, mask, logprobs, reason, row["row_index"], outcome, columns))
     return samples
 
 

@@ -12,7 +12,7 @@ from transformers import GPT2Config, PreTrainedTokenizerFast
 from data import files, gsm8k
 from extras.agents import EnvironmentFlags, check_rows
 from extras.demonstrations.rows import read_comparisons, read_demonstrations
-from rl.data.encode import encode_prompts
+from rl.data.encode import encode_prompts, prompt_text
 from rl.data.order import permutation, prompts_for_step
 from rl.data.prompts import Data, Files, count_steps, load_prompts, read_prompts
 from rl.data.rows import read_rows
@@ -226,16 +226,16 @@ def test_columns_of_images_and_tools_may_be_empty(tmp_path):
 def test_rows_of_verl_with_tools_are_taken_if_something_answers_the_policy(tmp_path):
     wanted = {"need_tools_kwargs": True, "tools_kwargs": {"search": {"create_kwargs": {"ground_truth": "7"}}}}
     path = write(tmp_path / "x.parquet", [rl_row(extra_info=wanted)])
-    assert [read(path, in_turns=True)[0]["extra_info"] for read in (read_rows, read_prompts)] == [wanted] * 2
+    assert [read(path, has_partner=True)[0]["extra_info"] for read in (read_rows, read_prompts)] == [wanted] * 2
     data = Data(train_files=(str(path),), val_files=(str(path),))
-    of_run = load_prompts(data, make_tokenizer(), 100, tools=[])
+    of_run = load_prompts(data, make_tokenizer(), 100, text_of=prompt_text)
     assert [row["extra_info"] for rows in of_run for row in rows] == [wanted] * 2
     check_rows(EnvironmentFlags(environment="mine.py"), of_run[0])
     refused = r"x\.parquet: row 0: has need_tools_kwargs, values for search that the policy does not see; --tools get"
     with pytest.raises(ValueError, match=refused):
         check_rows(EnvironmentFlags(tools=("mine.py",)), of_run[0])
     with pytest.raises(ValueError, match="has videos, but"):
-        read_rows(write(tmp_path / "y.jsonl", [rl_row(videos=["a.mp4"])]), in_turns=True)
+        read_rows(write(tmp_path / "y.jsonl", [rl_row(videos=["a.mp4"])]), has_partner=True)
 
 
 def test_rows_without_a_ground_truth_are_left_out_where_the_data_source_decides(tmp_path, capsys):

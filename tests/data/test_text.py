@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 import sft
-from extras.agents.chat import Chat
+from extras.agents.chat import Chat, prompt_text
 from extras.demonstrations.encode import add_given, encode_conversation, encode_demonstration
 from extras.demonstrations.rows import read_comparisons, read_demonstrations
 from extras.judges.reward_model import prepare_like
@@ -500,7 +501,8 @@ def test_partial_answers_that_cannot_be_continued_are_refused_by_name():
     with pytest.raises(
         ValueError, match="row 3: the prompt ends with a message of the assistant, which a conversation"
     ):
-        encode_prompts(make_tokenizer(), [row_of([user("q"), says("The")], None)], tools=[])
+        rows = [row_of([user("q"), says("The")], None)]
+        encode_prompts(make_tokenizer(), rows, text_of=partial(prompt_text, tools=[]))
 
 
 def test_a_reward_model_reads_a_partial_answer_and_its_rest_as_one_message():
@@ -535,7 +537,7 @@ def test_tools_of_a_row_are_in_its_prompt(tmp_path, name):
     )
     assert "weather" in with_tools and "weather" not in without and "tools" not in rows[1]
     with pytest.raises(ValueError, match=r"row 0: has tools, and --environment or --tools answer calls of others"):
-        encode_prompts(tokenizer, rows, tools=[])
+        encode_prompts(tokenizer, rows, text_of=partial(prompt_text, tools=[]))
     with pytest.raises(ValueError, match="row 3: the prompt is a text; rows with tools need messages"):
         encode_prompts(tokenizer, [row_of("hi", schema)])
     with pytest.raises(ValueError, match=r"row 0: tools is 'f' \(str\); it must be a list"):

@@ -18,7 +18,7 @@ from launch import ROOT
 from transformers import AutoConfig, AutoTokenizer
 
 import train_grpo
-from extras.agents import EnvironmentFlags, make_environments
+from extras.agents import EnvironmentFlags, open_partner
 from rl.data.encode import load_tokenizer, stop_token_ids
 
 pytestmark = pytest.mark.usefixtures("runs_here")
@@ -54,7 +54,7 @@ def talk(task: h.Task, path: Path, row: dict, *turns: tuple[str, list]) -> list[
     """A conversation: the answers to `reset` and to each turn, a text and its calls."""
     flags = EnvironmentFlags(environment=str(path), environment_timeout=100)
     tokenizer = load_tokenizer(task.model)
-    environments = make_environments(flags, tokenizer, stop_token_ids(task.model, tokenizer))
+    environments = open_partner(flags, tokenizer, stop_token_ids(task.model, tokenizer)).environments
     heard = []
     try:
         environments.start("a", row, 5)

@@ -11,7 +11,7 @@ from data import calculator, guess
 from environments.calculator import calculate
 from environments.guess import Guess
 from environments.python import python
-from extras.agents import EnvironmentFlags, make_environments
+from extras.agents import EnvironmentFlags, open_partner
 from extras.agents.worker import Call, Reply, Tools
 from extras.demonstrations.encode import encode_demonstration
 from extras.demonstrations.rows import read_demonstrations
@@ -105,10 +105,10 @@ def check_demonstration(folder, tool, before, behind, num_words):
     rows = read_demonstrations(folder / "sft.parquet")
     row = next(x for x in rows if len(x["messages"]) == 4 and "####" in x["messages"][-1]["content"])
     user, called, told, answer = row["messages"]
-    environments = make_environments(EnvironmentFlags(tools=(tool,)), tokenizer, stop_token_ids(model, tokenizer))
+    partner = open_partner(EnvironmentFlags(tools=(tool,)), tokenizer, stop_token_ids(model, tokenizer))
     try:
-        chat = environments.chat
-        prompt = encode_prompts(tokenizer, [{"prompt": [user]}], tools=chat.tools)[0]["prompt_ids"]
+        chat, environments = partner.chat, partner.environments
+        prompt = encode_prompts(tokenizer, [{"prompt": [user]}], text_of=partner.prompt_text)[0]["prompt_ids"]
         function = called["tool_calls"][0]["function"]
         [written] = function["arguments"].values()
         expression = written.removeprefix("print(").removesuffix(")")
@@ -129,7 +129,7 @@ def check_demonstration(folder, tool, before, behind, num_words):
         assert found.messages[0]["content"] == told["content"] == calculate(expression)
         assert environments.end("a").keys() == {"calls", "errors", "seconds"}
     finally:
-        environments.close()
+        partner.close()
 
 
 def test_the_prompt_of_the_calculator_is_short(calculator_task):

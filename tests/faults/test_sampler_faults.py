@@ -196,9 +196,9 @@ GROUPS = {
     "a version to come": dict(versions=np.int32([7])),
     "no version": dict(versions=np.int32([np.iinfo(np.int32).max])),
     "versions of three": dict(versions=np.int32([0, 0, 0])),
-    "no turn": dict(turns=0),
-    "a reward of NaN": dict(turn_rewards=[math.nan]),
-    "a conversation of garbage": dict(conversation="{"),
+    "a reward of no turn": dict(outcome="[[], {}, [], [0.5]]"),
+    "a reward of NaN": dict(outcome="[[], {}, [1], [NaN]]"),
+    "a conversation of garbage": dict(outcome="{"),
 }
 
 
@@ -238,7 +238,7 @@ class Rogue:
     def answer(self, number, samples=None, count=4, **changes):
         """Send a group of one token to a response, with changes."""
         fields = {name: x.tobytes() if isinstance(x, np.ndarray) else x for name, x in (NUMBER | changes).items()}
-        rest = dict(finish_reason="stop", turns=1, conversation="[[], null]", turn_rewards=[])
+        rest = dict(finish_reason="stop", outcome=None)
         sample = list((rest | fields)[x] for x in (*NUMBER, *rest))
         group = {"number": number, "samples": [sample] * count if samples is None else samples}
         self.say(self.right | {"holding": [number], "groups": [group]})

@@ -64,7 +64,7 @@ def assert_same_groups(path, other):
     (drawn, some), (drawn_too, others) = waiting(path), waiting(other)
     assert drawn == drawn_too and len(some) == len(others)
     for a, b in zip(some, others, strict=True):
-        for name in ("row_index", "response_length", "num_sampled", "finish_reason", "turns"):
+        for name in ("row_index", "response_length", "num_sampled", "finish_reason", "outcome"):
             assert a[name] == b[name], name
         assert a["score"][1:4] == b["score"][1:4] and a["prompt_ids"].tolist() == b["prompt_ids"].tolist()
         for name in ("prompt_ids", "response_ids", "response_mask"):

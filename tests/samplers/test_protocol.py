@@ -13,6 +13,7 @@ import torch
 from helpers_data import versions_of
 
 from extras.agents import EnvironmentFlags
+from extras.agents.outcome import make_outcome
 from extras.samplers import SamplerFlags, Work, protocol
 from extras.samplers.dispatcher import Dispatcher
 from extras.samplers.prompts import Prompts
@@ -26,9 +27,9 @@ ROW = {"prompt_ids": np.int32([1, 2]), "row_index": 3}
 
 def sample_of_numbers():
     arrays = ROW["prompt_ids"], np.int32([7, 8, 9]), np.int8([1, 0, 1]), np.float32([-0.5, 0.0, -2.0])
-    about = dict(finish_reason="stop", row_index=3, turns=2, columns=versions_of([1, 2], (4, 1), (-1, 1), (5, 1)))
-    told = dict(messages=({"role": "tool", "content": "8"},), report={"calls": 10**400}, turn_rewards=(0.5, 1.0))
-    return Sample(*arrays, **about, **told)
+    outcome = make_outcome([{"role": "tool", "content": "8"}], {"calls": 10**400}, [1, 1], [0.5, 1.0])
+    columns = versions_of([1, 2], (4, 1), (-1, 1), (5, 1))
+    return Sample(*arrays, finish_reason="stop", row_index=3, outcome=outcome, columns=columns)
 
 
 def travelled(packed):
@@ -81,14 +82,19 @@ def test_a_sample_travels_whole():
         (dict(versions=np.int32([4, 4, 4]).tobytes()), "a mask that does not fit its versions"),
         (dict(versions=np.int32([4, 4]).tobytes()), "3 log-probs and 2 versions"),
         (dict(versions=b""), "3 log-probs and 0 versions"),
-        (dict(turn_rewards=[0.5, 1.0, 1.0]), "rewards of turns that it does not have"),
-        (dict(turn_rewards=[math.nan]), "rewards of turns that it does not have"),
-        (dict(conversation=""), "Expecting value"),
-        (dict(conversation="5"), "a conversation that is none"),
-        (dict(conversation="[[1], null]"), "a conversation that is none"),
-        (dict(conversation="[[], 5]"), "a conversation that is none"),
-        (dict(conversation="[" * 10**5), "a conversation that is none"),
-        (dict(conversation="[[]]"), "not enough values to unpack"),
+        (dict(outcome="[[], {}, [2, 1], [0.5, 1.0, 1.0]]"), "rewards of turns that it does not have"),
+        (dict(outcome="[[], {}, [2], [NaN]]"), "rewards of turns that it does not have, or that are no numbers"),
+        (dict(outcome='[[], {}, [2], ["1"]]'), "rewards of turns that it does not have, or that are no numbers"),
+        (dict(outcome=""), "Expecting value"),
+        (dict(outcome="5"), "a conversation that is none"),
+        (dict(outcome="null"), "a conversation that is none"),
+        (dict(outcome="[[1], {}, [], []]"), "a conversation that is none"),
+        (dict(outcome='[[{"role": "tool"}], {}, [], []]'), "a conversation that is none"),
+        (dict(outcome="[[], 5, [], []]"), "a conversation that is none"),
+        (dict(outcome="[[], {}, 5, []]"), "a conversation that is none"),
+        (dict(outcome="[[], {}, [1.5], []]"), "a conversation that is none"),
+        (dict(outcome="[" * 10**5), "a conversation that is none"),
+        (dict(outcome="[[]]"), "not enough values to unpack"),
     ],
 )
 def test_a_sample_that_no_engine_has_sampled_is_refused(changes, words):

@@ -565,17 +565,17 @@ def test_sample_groups_keeps_groups_together_in_the_order_of_rows(engine, policy
     assert all(s.response_mask.tolist() == [1] * len(s.response_ids) for s in samples)
     assert all(len(s.rollout_logprobs) and max(s.rollout_logprobs) <= 0 for s in samples)
     version = engine.policy_version
-    assert version > 0 and all(spans_of(s) == ((version, s.num_sampled),) and s.turns == 1 for s in samples)
+    assert version > 0 and all(spans_of(s) == ((version, s.num_sampled),) and s.outcome is None for s in samples)
 
 
 def test_a_sample_is_what_the_engine_completed():
     completion = Completion((0, 1), [7, 8, 9], [-0.5, -1.0, -0.25], "length", versions_of([5, 6], (3, 1), (4, 2)))
-    trajectory = Trajectory({"prompt_ids": [5, 6], "row_index": 11}, Sampling(), None)
+    trajectory = Trajectory((0, 1), {"prompt_ids": [5, 6], "row_index": 11}, Sampling(), None)
     trajectory.take(completion)
     s = trajectory.sample()
     assert [s.prompt_ids.tolist(), s.response_ids.tolist()] == [[5, 6], [7, 8, 9]]
     assert s.rollout_logprobs.tolist() == [-0.5, -1.0, -0.25] and s.response_mask.tolist() == [1, 1, 1]
-    assert (s.finish_reason, s.row_index, spans_of(s), s.turns) == ("length", 11, ((3, 1), (4, 2)), 1)
+    assert (s.finish_reason, s.row_index, spans_of(s), s.outcome) == ("length", 11, ((3, 1), (4, 2)), None)
     trajectory.take(Completion((0, 1), [], [], "abort", versions_of(range(5))))
     trajectory.tell([1, 2])
     trajectory.take(Completion((0, 1), [6, 5], [-1.0, -2.0], "abort", versions_of(range(7), (4, 1), (6, 1))))
@@ -588,7 +588,8 @@ def test_a_response_without_a_finite_logprob_for_every_token_is_refused(logprobs
     with pytest.raises(
         RuntimeError, match=rf"returned 2 tokens and {len(logprobs)} log-probs for a response to row 11"
     ):
-        Trajectory({"prompt_ids": [5], "row_index": 11}, Sampling(), None).take(Completion(0, [7, 8], logprobs, "stop"))
+        trajectory = Trajectory((0, 0), {"prompt_ids": [5], "row_index": 11}, Sampling(), None)
+        trajectory.take(Completion((0, 0), [7, 8], logprobs, "stop"))
 
 
 def test_groups_are_handed_over_once_complete_while_others_are_sampled(engine, policy):

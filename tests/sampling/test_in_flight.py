@@ -12,7 +12,7 @@ import pytest
 from helpers_data import spans_of
 from transformers import AutoTokenizer
 
-from extras.agents import EnvironmentFlags, make_environments
+from extras.agents import EnvironmentFlags, open_partner
 from rl import stop
 from rl.data.order import prompts_for_step
 from rl.data.types import Sampling
@@ -40,12 +40,12 @@ def named(row, samples):
     return row["row_index"]
 
 
-def steps_of(engine, flight, steps, *, batch=4, way=WAY, environments=None):
+def steps_of(engine, flight, steps, *, batch=4, way=WAY, partner=None):
     """Rows and samples of each of these steps; the engine's weights count as pushed before each."""
     for step in steps:
         engine.policy_version = step + 1
         rows = prompts_for_step(ROWS, step, batch, 0, ahead=flight.ahead)
-        rows, samples, tickets = flight.sample(engine, rows, way, named, environments, step=step)
+        rows, samples, tickets = flight.sample(engine, rows, way, named, partner, step=step)
         assert [row["row_index"] for row in rows] == tickets == [s.row_index for s in samples[:: way.n]]
         yield tickets, samples
 
@@ -169,26 +169,28 @@ def test_conversations_outlive_a_step_too(engine, tiny_model, tmp_path, monkeypa
     (tmp_path / "game.py").write_text(GAME)
     flags = EnvironmentFlags(environment=str(tmp_path / "game.py"), max_turns=4)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    environments = make_environments(flags, tokenizer, STOPS)
+    partner = open_partner(flags, tokenizer, STOPS)
     try:
         way = replace(WAY, max_tokens=60)
         flight = InFlight(Decoding(partial_rollouts=1.0), ROWS, 4, init_ranks(), [], 5)
         found = []
         for step in range(6):
-            found += steps_of(engine, flight, [step], way=way, environments=environments)
+            found += steps_of(engine, flight, [step], way=way, partner=partner)
             assert not flight.rollouts.waiting  # nobody is asked while the engine sleeps
             if step < 2:  # an evaluation has conversations of its own
-                held_out, _ = sample_groups(engine, ROWS[:12], way, named, environments, seed=1)
+                held_out, _ = sample_groups(engine, ROWS[:12], way, named, partner, seed=1)
                 assert [s.row_index for s in held_out[::2]] == list(range(12))
                 assert all(s.num_sampled and s.finish_reason != "error" for s in held_out)
         samples = [s for _, own in found for s in own]
-        assert any(len(spans_of(s)) > 1 and s.turns > 1 for s in samples)
+        assert any(len(spans_of(s)) > 1 and s.outcome.facts["turns"] > 1 for s in samples)
         for s in samples:
-            assert s.num_sampled == sum(n for _, n in spans_of(s)) and len(s.turn_lengths) == s.turns
+            facts = s.outcome.facts
+            assert s.num_sampled == sum(n for _, n in spans_of(s)) == sum(facts["lengths"])
+            assert len(facts["lengths"]) == facts["turns"] and all(facts["lengths"])
         (state,) = saved_and_read(flight, tmp_path)
         assert len(state["in_flight"]) == 4 and not any(group["open"] for group in state["in_flight"])
         # A run that is asked to stop does not wait for environments.
-        slow = Rollouts(engine, environments)
+        slow = Rollouts(engine, partner)
         slow.start("slow", ROWS[0] | {"extra_info": {"latency": 60}}, way)
         while slow.is_open() and not any(x.turns for x in slow.trajectories.values()):
             slow.step()
@@ -198,7 +200,7 @@ def test_conversations_outlive_a_step_too(engine, tiny_model, tmp_path, monkeypa
         list(slow.pause())
         assert slow.waiting and time.monotonic() - start < 50
     finally:
-        environments.close()
+        partner.close()
 
 
 SETTINGS = dict(partial_rollouts=0.75, rollout_is="token", total_training_steps=5, save_freq=1, max_response_length=30)

@@ -817,7 +817,7 @@ def test_too_many_failures_stop_a_run(failed, none, limit, stops):
     states = ["error", "timeout"] * 10
     states = states[:failed] + ["none"] * none + ["ok"] * (20 - failed - none)
     scores = [Score("", 1.0 if state == "ok" else None, {}, state, 0.0) for state in states]
-    responses = [Response(i, score, 1, 1, 0, "stop", 1, 0, i) for i, score in enumerate(scores)]
+    responses = [Response(i, score, 1, 1, 0, "stop", rank=0, number=i) for i, score in enumerate(scores)]
     if not stops:
         return raise_if_failing(responses, limit)
     with pytest.raises(RuntimeError, match=f"{failed} of 20 responses .* more than --reward-max-error-frac {limit};"):
