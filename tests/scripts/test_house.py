@@ -25,11 +25,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3632,
-    "wall": 1722,
-    "import train_grpo": 4798,
-    "import sft": 4564,
-    "import eval": 1926,
+    "core": 3587,
+    "wall": 1719,
+    "import train_grpo": 4750,
+    "import sft": 4509,
+    "import eval": 1881,
     "eval.py": 107,
     "sft.py": 97,
     "train_async.py": 176,
