@@ -21,14 +21,14 @@ from rl.data.order import derive_seed
 from rl.data.prompts import read_prompts
 from rl.data.text import Texts
 from rl.flags import AtLeast1, Count, Few, PositiveShare, Share, TemperatureOr0, TopK, check_limits
-from rl.model.checks import check_context, open_model
+from rl.model.checks import check_model
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run.command_line import parse
 from rl.sampling.engines import check_engine_flags, make_engine
 from rl.sampling.engines.flags import EngineFlags, Rollout
 from rl.sampling.evaluation import elected, of_scoring
 from rl.sampling.flags import Decoding
-from rl.sampling.rollout import sample_groups, sampling_settings
+from rl.sampling.groups import sample_groups, sampling_settings
 from rl.scoring.flags import Scoring
 from rl.scoring.pool import make_scorer, need_truth
 
@@ -68,9 +68,9 @@ def main(args: Args) -> dict[str, float]:
     if args.output:
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         open(args.output, "a").close()  # what cannot be written shows before anything is sampled
-    tokenizer = open_model(args.model, is_trained=False, texts=args.texts)
+    longest = args.max_prompt_length + args.max_response_length
+    tokenizer = check_model(args.model, longest=longest, is_trained=False, texts=args.texts)
     check_engine_flags(args.rollout, args.model)
-    check_context(args.model, longest := args.max_prompt_length + args.max_response_length)
     rewards, limit = args.custom_reward_function, args.max_response_length
     decoding = Decoding(args.temperature, args.top_p, args.top_k, args.min_p)
     sampling = sampling_settings(decoding, args.model, tokenizer, n=args.rollout_n, max_tokens=limit)

@@ -30,7 +30,7 @@ from rl.data.prompts import Files, count_steps
 from rl.data.types import Batch, take_rows
 from rl.flags import AtLeast1, Count, Every, Free, NotNegative, Positive, Share
 from rl.formulas import schedule
-from rl.model.load import load_policy
+from rl.model.load import load_model
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
@@ -77,7 +77,7 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, tokenizer, total_steps)
     ranks = run.ranks
-    policy = load_policy(args.model, ranks, args.lora, run.memory, longest=args.max_length, seed=args.seed)
+    policy = load_model(args.model, ranks, args.lora, run.memory, longest=args.max_length, seed=args.seed)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.lr, betas=(0.9, args.beta2), weight_decay=args.weight_decay, fused=True
     )

@@ -31,7 +31,7 @@ from rl.data.batching import make_batch
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive
 from rl.formulas import advantages, schedule
-from rl.model.load import load_policy, load_reference, weights_for_engine
+from rl.model.load import load_model, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
@@ -93,7 +93,7 @@ def main(args: Args) -> dict[str, float]:
         tokenizer, train_rows, sampling, args.rollout, args.envs, args.train_batch_size, total_steps, longest, args.seed
     )
     samplers = open_pool(args.pool, work, scorer, ranks, run.folder.root, run.state)  # start while the policy is loaded
-    policy = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
+    policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.use_kl_loss else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"

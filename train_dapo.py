@@ -33,7 +33,7 @@ from rl.data.order import ByIndex, prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, Free, NotNegative, Positive
 from rl.formulas import advantages, losses, schedule
-from rl.model.load import load_policy, weights_for_engine
+from rl.model.load import load_model, weights_for_engine
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
@@ -124,7 +124,7 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, tokenizer, total_steps)
     ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
-    policy = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
+    policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"

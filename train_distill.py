@@ -37,7 +37,7 @@ from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive, Share, TopK
 from rl.formulas import advantages, distillation, losses, schedule
-from rl.model.load import load_policy, weights_for_engine
+from rl.model.load import load_model, weights_for_engine
 from rl.model.logprobs import fixed_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
@@ -128,7 +128,7 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, tokenizer, total_steps)
     ranks = run.ranks
-    policy = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
+    policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
     teacher = load_teacher(args.teacher, ranks, run.memory, student=args.model, longest=longest)  # empty: a server
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)

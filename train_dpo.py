@@ -40,7 +40,7 @@ from rl.data.prompts import count_steps
 from rl.data.types import take_rows
 from rl.flags import AtLeast1, Count, Few, NotNegative, Positive, Share
 from rl.formulas import preference, schedule
-from rl.model.load import load_policy, load_reference, weights_for_engine
+from rl.model.load import load_model, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
@@ -145,7 +145,7 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, tokenizer, total_steps)
     ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
-    policy = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
+    policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)

@@ -38,7 +38,7 @@ from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, Free, NotNegative, Positive, Share
 from rl.formulas import losses, schedule
-from rl.model.load import load_policy, load_reference, weights_for_engine
+from rl.model.load import load_model, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
@@ -119,7 +119,7 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, tokenizer, total_steps)
     ranks, critic_path = run.ranks, args.critic_model or args.model
-    actor = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
+    actor = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
     critic = load_critic(critic_path, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     reference = load_reference(args.model, ranks, actor, run.memory, longest=longest) if args.kl.is_used else None

@@ -34,7 +34,7 @@ from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, Free, NotNegative, Positive, Share
 from rl.formulas import advantages, implicit_reward, schedule
-from rl.model.load import check_second_model, load_policy, load_reference, weights_for_engine
+from rl.model.load import check_model, load_model, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
@@ -106,15 +106,15 @@ def main(args: Args) -> dict[str, float]:
     tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args, prompts_per_step=num_prompts)
     longest = args.max_prompt_length + args.max_response_length
     prm_path, prm_flag = args.prm_model or args.model, "--prm-model" if args.prm_model else "--model"
-    check_second_model(prm_path, tokenizer, args.lora, longest=longest, flag=prm_flag, model=args.model)
+    check_model(prm_path, flag=prm_flag, longest=longest, learning=args.lora, policy=args.model, tokenizer=tokenizer)
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
     num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # of the policy in a step
 
     run = Run(args, tokenizer, total_steps)
     ranks = run.ranks
-    policy = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
+    policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
-    prm = load_policy(prm_path, ranks, args.lora, run.memory, longest=longest, seed=args.seed, flag=prm_flag)
+    prm = load_model(prm_path, ranks, args.lora, run.memory, longest=longest, seed=args.seed, flag=prm_flag)
     reference = load_reference(prm_path, ranks, prm, run.memory, longest=longest)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     prm_optimizer = torch.optim.AdamW(prm.parameters(), lr=args.prm_lr, weight_decay=args.weight_decay, fused=True)

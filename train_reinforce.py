@@ -36,7 +36,7 @@ from rl.data.order import derive_seed, prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive, Share
 from rl.formulas import advantages, losses, schedule
-from rl.model.load import load_policy, load_reference, weights_for_engine
+from rl.model.load import load_model, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_collisions, fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
@@ -45,8 +45,8 @@ from rl.run.run import Run
 from rl.run.task import load_task
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
-from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import check_engine, gather_responses, sample_groups, scores_of
+from rl.sampling.in_flight import InFlight, sample_groups
+from rl.sampling.rollout import check_engine, gather_responses, scores_of
 from rl.scoring.pool import raise_if_failing
 
 
@@ -98,7 +98,7 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, tokenizer, total_steps)
     ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
-    policy = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
+    policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.kl.is_used else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)

@@ -41,8 +41,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks import step_time  # noqa: E402
 from benchmarks.noise_reward import compute_score  # noqa: E402
+from extras.lora import LoRA  # noqa: E402
 from rl.data.encode import stop_token_ids  # noqa: E402
-from rl.model.lora import LoRA  # noqa: E402
 
 Row = Literal["A", "B", "C", "D", "E"]
 

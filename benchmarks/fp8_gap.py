@@ -23,11 +23,11 @@ from rl.data.batching import collate
 from rl.data.encode import encode_prompts, load_tokenizer, stop_token_ids
 from rl.data.rows import read_rows
 from rl.data.types import Sampling, take_rows
-from rl.model.load import load_causal_lm
+from rl.model.load import load_pretrained
 from rl.model.logprobs import token_logprobs
 from rl.ranks import init_ranks
 from rl.run.metrics import Means
-from rl.sampling.rollout import sample_groups
+from rl.sampling.groups import sample_groups
 
 E4M3_MAX = 448.0
 PRINTED = ("rollout/logprob_gap_mean", "rollout/logprob_gap_max", "rollout_corr/kl", "rollout_corr/rollout_is_mean")
@@ -83,7 +83,7 @@ def main(args: Args) -> dict[str, dict[str, float]]:
     stops = stop_token_ids(args.model, tokenizer)
     sampling = Sampling(n=1, temperature=1.0, max_tokens=args.max_response_length, stop_token_ids=stops)
     longest = max(len(row["prompt_ids"]) for row in rows) + args.max_response_length
-    trainer, found = load_causal_lm(args.model, ranks).eval(), {}
+    trainer, found = load_pretrained(args.model, ranks).eval(), {}
     for name in ("bf16", "fp8"):
         engine = hf.Engine(args.model, replace(ranks, dtype=torch.float32), longest=longest)
         round_layers(engine.model, fp8=name == "fp8")

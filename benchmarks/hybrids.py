@@ -31,13 +31,15 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.make_model import Random, config_of  # noqa: E402
 from extras.families import delta_rule, recurrent  # noqa: E402
+from extras.lora import LoRA  # noqa: E402
 from extras.plan.flops import train_flops  # noqa: E402
 from rl.data.batching import collate, plan_micro_batches  # noqa: E402
 from rl.data.types import Batch, Sample, take_rows  # noqa: E402
 from rl.model import load as models  # noqa: E402
-from rl.model import lora, sharding  # noqa: E402
+from rl.model import sharding  # noqa: E402
 from rl.model.logprobs import token_logprobs  # noqa: E402
 from rl.model.own_forward import use_forward, way_now  # noqa: E402
+from rl.model.roles import CausalLM  # noqa: E402
 from rl.ranks import Ranks, init_ranks  # noqa: E402
 
 WAYS = {"borders": "packed, nothing shared", "rows": "packed but in recurrent layers", "padded": "padded"}
@@ -235,7 +237,7 @@ def check(args: Check) -> list[dict[str, Any]]:
             for compiled in (False, True) if args.compile else (False,):
                 for kept in ("selective", "none", "full"):
                     memory = sharding.Memory(activation_checkpointing=kept, compile=compiled)
-                    model = models.load_policy(path, ranks, memory=memory, longest=1024)
+                    model = models.load_model(path, ranks, memory=memory, longest=1024)
                     way, run = way_of(model), partial(of_policy, model, batch, ranks.device)
                     what = f"{'compiled' if compiled else 'eager'}, checkpointing {kept}"
                     line(family, what, expected, run, way=way)
@@ -250,6 +252,14 @@ def check(args: Check) -> list[dict[str, Any]]:
 # speed
 
 
+class RandomModel(CausalLM):
+    """What the model is read as."""
+
+    def class_of(self, path: str) -> type:
+        """See above."""
+        return Random
+
+
 def speed(args: Speed) -> list[dict[str, Any]]:
     """Returns its lines, one for each way."""
     ranks, lines = init_ranks(), []
@@ -257,11 +267,11 @@ def speed(args: Speed) -> list[dict[str, Any]]:
     config = config_of("4B-hybrid", args.layers, **tiny if args.tiny else {}).get_text_config()
     args.out.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(args.out / "model")
-    model, _ = models.load_pretrained(Random, str(args.out / "model"), ranks, dtype=ranks.dtype)
-    lora.add(model, lora.LoRA(lora_rank=args.lora_rank), path="", seed=0)
-    model = models.add_packed_forward(model)
-    memory = sharding.Memory(activation_checkpointing=args.checkpointing, compile=args.compile)
-    model = models.shard_as(memory, model, ranks, longest=args.longest)
+    model = models.load_pretrained(str(args.out / "model"), ranks, RandomModel(), dtype=ranks.dtype)
+    LoRA(lora_rank=args.lora_rank).apply(model, path="", seed=0, ranks=ranks)
+    compiles = args.compile and ranks.device.type == "cuda"
+    memory = sharding.Memory(activation_checkpointing=args.checkpointing, compile=compiles)
+    model = models.tested(sharding.shard(model, ranks, memory), ranks, longest=args.longest)
     chosen = way_of(model)
     spread = torch.linspace(args.shortest, args.longest, args.rows).long() - 1
     order = torch.randperm(args.rows, generator=torch.Generator().manual_seed(0))

@@ -20,13 +20,13 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from extras.lora import LoRA  # noqa: E402
 from extras.plan import rehearse  # noqa: E402
 from extras.plan.memory import GIB, Load, Model, Way, pass_bytes  # noqa: E402
 from extras.plan.rehearsal import _peak  # noqa: E402
 from extras.plan.sizes import sizes_of  # noqa: E402
 from rl.flags import FewOr0  # noqa: E402
-from rl.model.load import load_policy  # noqa: E402
-from rl.model.lora import LoRA  # noqa: E402
+from rl.model.load import load_model  # noqa: E402
 from rl.ranks import Ranks, init_ranks, shutdown_ranks  # noqa: E402
 from rl.run.arguments import MemoryRL  # noqa: E402
 
@@ -68,7 +68,7 @@ def main(args: Args) -> None:
             policy = None
             gc.collect()
             torch.cuda.empty_cache()
-            policy, now = load_policy(args.model, ranks, lora, memory, longest=args.length), (level, more)
+            policy, now = load_model(args.model, ranks, lora, memory, longest=args.length), (level, more)
         fixed, planned = torch.cuda.memory_allocated(), pass_bytes(load.models[0], load, way_of(memory), learns=True)
         line = dict(model=args.model, way=text, lora_rank=args.lora_rank, fixed=fixed / GIB, planned=planned / GIB)
         for _ in range(3):

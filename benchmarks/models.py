@@ -250,7 +250,7 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     ranks = init_ranks()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        policy = models.load_policy(export, ranks, memory=Memory(compile=False), longest=64)
+        policy = models.load_model(export, ranks, memory=Memory(compile=False), longest=64)
     found["way"] = hybrids.way_of(policy)
     if found["way"] == "padded":
         found["reason"] = printed.getvalue().split("since it cannot run packed: ")[1].split(". Padding")[0]
@@ -301,7 +301,7 @@ def compare(name: str, folder: Path, port: int, size: int, rank: int) -> dict[st
     except ValueError as error:
         return {"family": name, "refused": str(error).split(": ", 1)[1]}
     ranks = init_ranks()
-    policy = models.load_policy(str(path / "model"), ranks, memory=sharding.Memory(compile=False), longest=64)
+    policy = models.load_model(str(path / "model"), ranks, memory=sharding.Memory(compile=False), longest=64)
     ids, batch = sequences()
     own, signs = ranks.own_slice(range(len(ids))), [(-1.0) ** i for i in range(len(ids))]
     logp, _ = token_logprobs(policy, take_rows(batch, own))
@@ -330,7 +330,8 @@ def engine_gap(export: str, policy: torch.nn.Module, ranks: Any) -> dict[str, An
     from rl.model import load as models
     from rl.sampling.engines import vllm
     from rl.sampling.engines.flags import Rollout
-    from rl.sampling.rollout import check_engine, sample_groups
+    from rl.sampling.groups import sample_groups
+    from rl.sampling.rollout import check_engine
 
     rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7, 40 - i]) for i in range(4)]
     sampling = Sampling(n=2, temperature=1.0, max_tokens=40)

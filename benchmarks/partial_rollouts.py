@@ -164,7 +164,7 @@ def main(args: Args, flags: list[str]) -> dict[str, Any]:
         return engine
 
     train_grpo.make_engine = kept(make, longest=longest)
-    train_grpo.load_policy = kept(train_grpo.load_policy, longest=longest)
+    train_grpo.load_model = kept(train_grpo.load_model, longest=longest)
     rl.run.run.shutdown_ranks = lambda: None  # the next run needs the process group
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     report = {name: str(x) if isinstance(x, Path) else x for name, x in vars(args).items()}

@@ -27,13 +27,14 @@ from extras.families import experts  # noqa: E402
 from rl.data.batching import collate  # noqa: E402
 from rl.data.types import Batch, Sampling, take_rows  # noqa: E402
 from rl.model.family import family  # noqa: E402
-from rl.model.load import load_pretrained, shard_as, weights_for_engine  # noqa: E402
-from rl.model.logprobs import add_packed_forward, token_logprobs  # noqa: E402
+from rl.model.load import load_model, weights_for_engine  # noqa: E402
+from rl.model.logprobs import token_logprobs  # noqa: E402
+from rl.model.roles import CausalLM  # noqa: E402
 from rl.model.sharding import Memory  # noqa: E402
 from rl.ranks import init_ranks  # noqa: E402
 from rl.sampling.engines import make_engine  # noqa: E402
 from rl.sampling.engines.flags import Rollout  # noqa: E402
-from rl.sampling.rollout import sample_groups  # noqa: E402
+from rl.sampling.groups import sample_groups  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,14 @@ class Lively(Random):
         model, info = Random.from_pretrained(path, **options)
         model.lm_head.weight.data *= 3
         return model, info
+
+
+class RandomModel(CausalLM):
+    """What the model is read as."""
+
+    def class_of(self, path: str) -> type:
+        """See above."""
+        return Lively
 
 
 def shape_config(args: Args) -> PreTrainedConfig:
@@ -113,8 +122,7 @@ def main(args: Args) -> list[dict]:
     longest = 64 + args.max_tokens
     if args.engine == "hf":  # which reads files
         Lively.from_pretrained(str(args.out / "model"), dtype=ranks.dtype)[0].save_pretrained(args.out / "model")
-    model, _ = load_pretrained(Lively, str(args.out / "model"), ranks, dtype=ranks.dtype)
-    model = shard_as(Memory(compile=False), add_packed_forward(model).requires_grad_(False), ranks, longest=longest)
+    model = load_model(str(args.out / "model"), ranks, None, Memory(compile=False), kind=RandomModel(), longest=longest)
     has_experts = family(model, "experts") is not None
     rollout = Rollout(engine=args.engine, router_replay=has_experts, max_num_seqs=64, gpu_memory_utilization=0.4)
     engine = make_engine(str(args.out / "model"), ranks, rollout, longest=longest, seed=args.seed)

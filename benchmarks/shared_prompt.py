@@ -28,7 +28,7 @@ from rl.data.batching import collate, plan_micro_batches, shared_prefix  # noqa:
 from rl.data.types import Batch, Sample, take_rows  # noqa: E402
 from rl.model import logprobs  # noqa: E402
 from rl.model.attention import choose_attention  # noqa: E402
-from rl.model.load import load_causal_lm  # noqa: E402
+from rl.model.load import load_pretrained  # noqa: E402
 from rl.model.sharding import Memory, shard  # noqa: E402
 from rl.ranks import Ranks, init_ranks, shutdown_ranks  # noqa: E402
 
@@ -100,7 +100,7 @@ def compare(folder: Path, ranks: Ranks) -> None:
     for precision in dict.fromkeys((torch.float32, ranks.dtype)):
         here = replace(ranks, dtype=precision)
         attention = choose_attention(here.device, precision)
-        model = shard(load_causal_lm(str(folder), here), here)
+        model = shard(load_pretrained(str(folder), here), here)
         with unshared():
             alone = numbers(model, batch, here)
         together = numbers(model, batch, here)
@@ -137,7 +137,7 @@ def main(args: Args) -> None:
     folder = model_folder(args.shape, args.tokenizer, args.cache, "fixed", 0.0)
     compare(folder, ranks)
     memory = Memory(args.activation_checkpointing, compile=ranks.device.type == "cuda")
-    model = shard(load_causal_lm(str(folder), ranks), ranks, memory)
+    model = shard(load_pretrained(str(folder), ranks), ranks, memory)
     print(f"\n{'tokens':14}{'computed':12}{'of the tokens':>14}{'micro-batches':>16}{'tokens/s':>12}{'speed-up':>10}")
     for prompt_length, response_length in LENGTHS.get(args.shape, OTHER_LENGTHS):
         batch = make_batch(args.prompts, args.rollout_n, prompt_length, [response_length] * args.rollout_n)

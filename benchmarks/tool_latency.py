@@ -42,11 +42,11 @@ from data import arithmetic
 from extras.agents import EnvironmentFlags, open_partner
 from rl.data.encode import load_tokenizer, stop_token_ids
 from rl.data.types import Completion, Request, Sample, Sampling
-from rl.model.load import load_causal_lm
+from rl.model.load import load_pretrained
 from rl.ranks import init_ranks
 from rl.sampling.engines import Engine, make_engine
 from rl.sampling.engines.flags import Rollout
-from rl.sampling.rollout import seeded
+from rl.sampling.groups import seeded
 from rl.sampling.rollouts import Rollouts
 
 TOOL = '''
@@ -233,7 +233,7 @@ class Generation:
         rollout = Rollout(engine=args.engine, max_num_seqs=args.max_num_seqs, free_cache_engine=False)
         longest = self.script.longest
         self.engine = make_engine(str(model), ranks, rollout, longest=args.prompt_length + longest)
-        policy = load_causal_lm(str(model), ranks)
+        policy = load_pretrained(str(model), ranks)
         self.engine.update_weights(policy.named_parameters())
         stops = tuple(policy.config.eos_token_id)
         self.way = Sampling(args.rollout_n, max_tokens=longest, stop_token_ids=stops)

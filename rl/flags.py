@@ -1,6 +1,6 @@
 """Command-line flags: what values a flag may have, groups of flags, and reading them.
 
-A group is a small frozen dataclass that stands beside the machine that reads it, such as `LoRA` in rl/model/lora.py. A
+A group is a small frozen dataclass that stands beside the machine that reads it, such as `LoRA` in extras/lora. A
 script's Args nests groups; on the command line they are flat, and --help shows a box for each:
 
     @dataclass(frozen=True)

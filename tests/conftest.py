@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from data import arithmetic
-from extras.judges import scalar_models
 from rl.model import load as models
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 
@@ -148,8 +147,7 @@ def runs_here(one_thread, monkeypatch) -> Iterator[None]:
 @pytest.fixture
 def in_double(monkeypatch) -> None:
     """Scripts train in float64, so that what is equal up to rounding stays so through Adam."""
-    monkeypatch.setattr(models, "load_causal_lm", h.load_in_double())
-    monkeypatch.setattr(scalar_models, "load_pretrained", h.load_critic_in_double())
+    monkeypatch.setattr(models, "load_pretrained", h.load_in_double())
     monkeypatch.setattr(Qwen2RMSNorm, "forward", h.norm_in_double)
 
 

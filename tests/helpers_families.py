@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
+from extras.lora import adapters as lora
 from rl.data.types import Batch
 from rl.model import load as models
-from rl.model import lora
 from rl.model.own_forward import way_now
 from rl.model.sharding import Memory
 from rl.ranks import Ranks
@@ -121,7 +121,8 @@ def load_with_adapters(path: str, ranks: Ranks, *, frozen: bool = False, **chang
     lora_names = {field.name for field in fields(lora.LoRA)}
     adapters = dict(lora_rank=4) | {name: x for name, x in changes.items() if name in lora_names}
     memory = dict(compile=False) | {name: x for name, x in changes.items() if name not in lora_names}
-    return models.load_policy(path, ranks, lora.LoRA(**adapters), Memory(**memory), longest=64, frozen=frozen)
+    learning = None if frozen else lora.LoRA(**adapters)
+    return models.load_model(path, ranks, learning, Memory(**memory), longest=64)
 
 
 def make_them_count(model: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from helpers_engines import without_shortcuts
 from torch import nn
 
 from extras.engines import hf
-from rl.model.load import load_causal_lm
+from rl.model.load import load_pretrained
 from rl.model.sharding import shard
 from rl.sampling.engines import vllm
 from rl.sampling.engines.base import Engine
@@ -57,4 +57,4 @@ def every_engine(request) -> Iterator[Engine]:
 @pytest.fixture
 def policy(tiny_model, world) -> nn.Module:
     """The policy of the tiny model, for a test to change."""
-    return shard(load_causal_lm(tiny_model, world), world)
+    return shard(load_pretrained(tiny_model, world), world)

@@ -30,13 +30,12 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from data import arithmetic
 from extras.engines import hf
-from extras.judges import scalar_models
+from extras.lora import adapters as lora
 from rl.data.order import derive_seed
 from rl.flags import build
 from rl.model import load as models
-from rl.model import lora
 from rl.model.own_forward import use_forward
-from rl.sampling.rollout import seeded
+from rl.sampling.groups import seeded
 from rl.scoring.pool import Scorer
 
 CLOCKS = (  # differ from run to run
@@ -351,9 +350,9 @@ def choose_once(choose: Callable = models.choose_forward) -> Callable:
     return chosen
 
 
-def load_in_double(load: Callable = models.load_causal_lm) -> Callable:
-    """A `models.load_causal_lm` that gives float64, in which what is equal up to rounding stays so through Adam."""
-    return lambda path, ranks, **_: load(path, ranks, dtype=torch.float64)
+def load_in_double(load: Callable = models.load_pretrained) -> Callable:
+    """A `models.load_pretrained` that gives float64, in which what is equal up to rounding stays so through Adam."""
+    return lambda *args, **options: load(*args, **options | {"dtype": torch.float64})
 
 
 def headers_only(auto_class: type) -> tuple[type, str, Callable]:
@@ -376,13 +375,6 @@ def norm_in_double(norm: Qwen2RMSNorm, x: torch.Tensor) -> torch.Tensor:
     each of its copies, to seven digits, which Adam makes large.
     """
     return rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
-
-
-def load_critic_in_double(load: Callable = scalar_models.load_pretrained) -> Callable:
-    """What `load_in_double` is for the policy, for `scalar_models.load_pretrained`."""
-    return lambda auto_class, path, ranks, *, dtype, **config: load(
-        auto_class, path, ranks, dtype=torch.float64, **config
-    )
 
 
 def record_rounds(rounds: list, patch: Callable[[object, str, object], None]) -> None:
@@ -496,9 +488,8 @@ def run_entries(entries: Iterable[dict]) -> None:
     """
     for entry in entries:
         if entry.get("comparable"):
-            hf.Engine.step, models.load_causal_lm = step_by_prompt(), load_in_double()
+            hf.Engine.step, models.load_pretrained = step_by_prompt(), load_in_double()
             Qwen2RMSNorm.forward = norm_in_double
-            scalar_models.load_pretrained = load_critic_in_double()
         if "crash_at" in entry:
             Scorer.collect = crash_at(*entry["crash_at"])
         if entry["port"] is not None:  # None: the process group is the one that torchrun has prepared

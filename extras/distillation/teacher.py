@@ -15,8 +15,8 @@ from extras.images import FIRST
 from rl.data.batching import Update
 from rl.data.types import Batch
 from rl.model import logprobs
-from rl.model.checks import PROBE, check_same_tokenizer, check_trainable, open_model
-from rl.model.load import load_policy
+from rl.model.checks import PROBE, check_model
+from rl.model.load import load_model
 from rl.model.sharding import Memory, offload, onload
 from rl.ranks import Ranks
 
@@ -29,10 +29,14 @@ def check_teacher(
     RuntimeError if a server fails.
     """
     if flags.teacher_url is None:
-        other = open_model(flags.teacher_model, flag="--teacher-model")
-        check_same_tokenizer(tokenizer, other, flags.teacher_model, flag="--teacher-model", model=student)
-        instead = "let vllm serve it, and give --teacher-url"
-        check_trainable(flags.teacher_model, longest, flag="--teacher-model", instead=instead)
+        check_model(
+            flags.teacher_model,
+            flag="--teacher-model",
+            longest=longest,
+            instead="let vllm serve it, and give --teacher-url",
+            policy=student,
+            tokenizer=tokenizer,
+        )
         return
     server.check(flags, tokenizer, student=student, longest=longest)
     server.score(flags, _vocabulary(student), top_k, [tokenizer(PROBE, add_special_tokens=False)["input_ids"]])
@@ -51,7 +55,7 @@ def load_teacher(flags: Teacher, ranks: Ranks, memory: Memory, *, student: str, 
         model, paths = nn.Module(), [student]
     else:
         paths = [student, flags.teacher_model]
-        model = load_policy(paths[1], ranks, memory=memory, longest=longest, frozen=True, flag="--teacher-model")
+        model = load_model(paths[1], ranks, None, memory, longest=longest, flag="--teacher-model")
     model.vocabulary = _vocabulary(*paths)
     if flags.teacher_offload:
         offload(model)

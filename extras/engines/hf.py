@@ -17,8 +17,9 @@ from extras import families
 from rl.data.types import Completion, Sampling
 from rl.model.checks import read_model
 from rl.model.family import Pass
-from rl.model.load import buffers_in_files, exported, name_weights
+from rl.model.load import buffers_in_files, name_weights, published
 from rl.model.logprobs import truncated
+from rl.model.roles import CAUSAL_LM
 from rl.ranks import Ranks
 from rl.sampling.engines.base import Engine as Base
 from rl.sampling.engines.base import OpenRequest
@@ -35,7 +36,7 @@ class Engine(Base):
 
     def __init__(self, model: str, ranks: Ranks, flags: Rollout = DEFAULT, *, longest: int):
         super().__init__(model, ranks, longest)
-        replica, _ = read_model(families.auto_class(model), model, flag="--model", dtype=ranks.dtype)
+        replica, _ = read_model(model, CAUSAL_LM, flag="--model", dtype=ranks.dtype)
         name_weights(replica, model)
         families.prepare(replica)
         self.model = replica.to(ranks.device).eval().requires_grad_(False)
@@ -57,13 +58,13 @@ class Engine(Base):
         the weights of experts one by one.
         """
         for name, x in itertools.chain(self.model.named_parameters(), buffers_in_files(self.model)):
-            names = [published for published, _ in exported(self.model, [(name, x.data)])]
+            names = [name_in_files for name_in_files, _ in published(self.model, [(name, x.data)])]
             if len(names) == 1:
                 yield names[0], (x.data, None)
                 continue
             numbers = torch.arange(x.numel(), device=x.device).view(x.shape)
-            for published, entries in exported(self.model, [(name, numbers)]):
-                yield published, (x.data, entries.flatten())
+            for name_in_files, entries in published(self.model, [(name, numbers)]):
+                yield name_in_files, (x.data, entries.flatten())
 
     @torch.no_grad()
     def step(self) -> list[Completion]:

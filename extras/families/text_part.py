@@ -11,7 +11,7 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from rl.model.lora import is_adapter
+from rl.model.family import is_added
 
 # For `cached_file`: a file that is not there is none.
 CALM = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
@@ -21,7 +21,7 @@ def weights_beside(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """What the files of the larger model hold and the module has not, as it is there: its vision tower. A layer that
     the module has is all its own, whatever tensors hold it: experts may be published as one or one by one.
     """
-    shapes = {key: x.shape for key, x in module.named_parameters() if not is_adapter(key)}
+    shapes = {key: x.shape for key, x in module.named_parameters() if not is_added(module, key)}
     published = revert_weight_conversion(module, {key: torch.empty(x, device="meta") for key, x in shapes.items()})
     layers, path = {_layer_of(key) for key in published}, module.whole.name_or_path
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **CALM)

@@ -43,21 +43,20 @@ def open_judges(flags: RewardModelFlags, rows: Sequence[Any], tokenizer: Any, *,
     return [open_reward_model(flags, rows, tokenizer, is_alone=are_alone)]
 
 
-def check_score_head(path: str, *, flag: str) -> None:
-    """Raise ValueError naming `flag` if the model in `path`, which is to be trained, cannot have a score head."""
-    from extras.judges import scalar_models
-
-    scalar_models.check_score_head(path, flag=flag, new_head=True)
-
-
-def load_reward_model(path: str, ranks: Any, lora: Any, memory: Any, *, longest: int, seed: int) -> Any:
-    """A reward model, to be trained. A model without a score head gets a random one, a function of the seed. All ranks
-    must enter. For what raises see `scalar_models.load_trained`.
+def model_to_score(seed: int) -> Any:
+    """What train_reward.py reads its model as: a model without a score head gets a random one, a function of the seed.
+    See `scalar_models.ScalarModel`.
     """
     from extras.judges import scalar_models
 
-    new_head = partial(scalar_models.random_head, seed=seed)
-    return scalar_models.load_trained(path, ranks, lora, memory, new_head=new_head, longest=longest, seed=seed)
+    return scalar_models.ScalarModel(partial(scalar_models.random_head, seed=seed))
+
+
+def load_reward_model(path: str, ranks: Any, learning: Any, memory: Any, *, longest: int, seed: int) -> Any:
+    """A reward model, to be trained, see `model_to_score`. All ranks must enter. Raises ValueError as `load_model`."""
+    from rl.model.load import load_model
+
+    return load_model(path, ranks, learning, memory, kind=model_to_score(seed), longest=longest, seed=seed)
 
 
 def sequence_scores(model: Any, batch: Any) -> Any:
@@ -74,18 +73,18 @@ def fixed_scores(model: Any, batch: Any, micro_batches: Iterable[list[int]]) -> 
     return scalar_models.fixed_scores(model, batch, micro_batches)
 
 
-def check_critic(path: str | None, tokenizer: Any, lora: Any, *, policy: str, longest: int) -> None:
+def check_critic(path: str | None, tokenizer: Any, learning: Any, *, policy: str, longest: int) -> None:
     """Raise ValueError if the model of --critic-model cannot be the critic: see `critic.check_critic`."""
     from extras.judges import critic
 
-    critic.check_critic(path, tokenizer, lora, policy=policy, longest=longest)
+    critic.check_critic(path, tokenizer, learning, policy=policy, longest=longest)
 
 
-def load_critic(path: str, ranks: Any, lora: Any, memory: Any, *, longest: int, seed: int) -> Any:
+def load_critic(path: str, ranks: Any, learning: Any, memory: Any, *, longest: int, seed: int) -> Any:
     """A critic from a causal LM or a reward model, to be trained: see `critic.load_critic`. All ranks must enter."""
     from extras.judges import critic
 
-    return critic.load_critic(path, ranks, lora, memory, longest=longest, seed=seed)
+    return critic.load_critic(path, ranks, learning, memory, longest=longest, seed=seed)
 
 
 def token_values(model: Any, batch: Any) -> Any:

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from extras.demonstrations import encode_conversation
 from extras.judges import RewardModelFlags
-from extras.judges.scalar_models import check_score_head, fixed_scores, load_scalar_model
+from extras.judges.scalar_models import ScalarModel, fixed_scores
 from rl import stop
 from rl.console import say
 from rl.data.batching import collate, plan_micro_batches
 from rl.data.rows import Row
 from rl.data.text import Rendering, rendering_of, variables
 from rl.data.types import Sample, Score
-from rl.model.checks import check_context, open_model
-from rl.model.load import shard_as
+from rl.model.checks import check_model
+from rl.model.load import load_model
 from rl.model.sharding import BARE, offload, onload
 from rl.ranks import Ranks
 
@@ -33,9 +33,9 @@ def open_reward_model(
     arguments as that of the `policy`, whose tokenizer is given, as far as it reads them.
     """
     path, flag = flags.reward_model, "--reward-model"
-    check_score_head(path, flag=flag)
-    tokenizer = prepare_like(open_model(path, AutoModelForSequenceClassification, flag=flag), policy)
-    check_context(path, flags.reward_model_max_length, "--reward-model-max-length")
+    longest = flags.reward_model_max_length
+    tokenizer = check_model(path, ScalarModel(), flag=flag, longest=longest, limits="--reward-model-max-length")
+    tokenizer = prepare_like(tokenizer, policy)
     try:
         for row in {_shape_of(row): row for row in reversed(rows)}.values():
             encode_conversation(tokenizer, row, "a response")
@@ -80,8 +80,8 @@ class RewardModel:
         lack weights.
         """
         path, longest = self.flags.reward_model, self.flags.reward_model_max_length
-        model = load_scalar_model(path, ranks, dtype=ranks.dtype).requires_grad_(False)
-        shard_as(replace(BARE, fsdp_size=fsdp_size), model, ranks, longest=longest, flag="--reward-model")
+        memory = replace(BARE, fsdp_size=fsdp_size)
+        model = load_model(path, ranks, None, memory, kind=ScalarModel(), longest=longest, flag="--reward-model")
         offload(model)
         self.use(model, ranks, max_tokens)
 

@@ -6,87 +6,58 @@ padding's, and would stop early where padding has the end-of-sequence id.)
 """
 
 from collections.abc import Callable, Iterable
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from rl.data.types import Batch, take_rows
-from rl.model import lora as adapters
-from rl.model.checks import read_config
-from rl.model.load import check_lora, load_pretrained, shard_as
 from rl.model.logprobs import run_packed
-from rl.model.lora import LoRA
-from rl.model.sharding import Memory
-from rl.ranks import Ranks
+from rl.model.roles import CausalLM
 
 
-def check_score_head(path: str, *, flag: str, new_head: bool = False) -> None:
-    """Raise ValueError naming `flag`, from the config alone, if `path` is no reward model. With `new_head` it may also
-    be a model without a score head, which is to be trained.
+class ScalarModel(CausalLM):
+    """What a reward model and a critic are read as: a ...ForSequenceClassification with one label.
+
+    Args: new_head fills the head's weight (1, H) of a model that comes without a score head; None: it must have one.
     """
-    config = read_config(path, flag=flag)
-    name = (config.architectures or ["unnamed"])[0]
-    if name.endswith("ForSequenceClassification"):
-        if config.num_labels != 1:
-            problem = f"its head gives {config.num_labels} labels, it has to give 1"
-            raise ValueError(f"{flag} {path}: {problem}; choose another model")
-    elif not new_head:
-        raise ValueError(
-            f"{flag} {path}: a {name}, which has no score head; give a ...ForSequenceClassification with one label, "
-            "such as the huggingface/ folder of a checkpoint of train_reward.py"
-        )
-    elif type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise ValueError(
-            f"{flag} {path}: transformers has no {config.model_type} with a score head; choose another model"
-        )
 
+    config = MappingProxyType({"num_labels": 1})
 
-def load_scalar_model(
-    path: str,
-    ranks: Ranks,
-    *,
-    flag: str = "--reward-model",
-    dtype: torch.dtype = torch.float32,
-    new_head: Callable[[Tensor], object] | None = None,
-    as_in_files: bool = False,
-) -> nn.Module:
-    """A model with a scalar head, its weights in `dtype` on the host. `new_head` fills the head's weight (1, H) of a
-    model that comes without one. Raises ValueError as `check_score_head` or `load_pretrained`, which has as_in_files.
-    """
-    check_score_head(path, flag=flag, new_head=new_head is not None)
-    options = dict(dtype=dtype, flag=flag, new_head=new_head is not None, as_in_files=as_in_files, num_labels=1)
-    model, missing = load_pretrained(AutoModelForSequenceClassification, path, ranks, **options)
-    head = dict(model.named_children()).get("score")
-    if not isinstance(head, nn.Linear) or head.bias is not None:
-        raise ValueError(f"{flag} {path}: a {type(model).__name__} has no linear `score` head, only such are supported")
-    if missing:
-        new_head(head.weight)
-    return model
+    def __init__(self, new_head: Callable[[Tensor], object] | None = None):
+        self.new_head, self.may_lack = new_head, frozenset({"score.weight"} if new_head else ())
 
+    def class_of(self, path: str) -> type:
+        """See `CausalLM`."""
+        return AutoModelForSequenceClassification
 
-def load_trained(
-    path: str,
-    ranks: Ranks,
-    lora: LoRA,
-    memory: Memory,
-    *,
-    new_head: Callable[[Tensor], object],
-    longest: int,
-    seed: int,
-    flag: str = "--model",
-) -> nn.Module:
-    """`load_scalar_model` to be trained, sharded: all of it, or with --lora-rank adapters and the head. All ranks must
-    enter. Raises ValueError as `load_scalar_model`, `lora.layers_of` or `load.choose_forward`.
-    """
-    adapt = check_lora(lora, path, AutoModelForSequenceClassification, flag=flag)
-    dtype = ranks.dtype if adapt else torch.float32
-    model = load_scalar_model(path, ranks, flag=flag, dtype=dtype, new_head=new_head, as_in_files=not adapt)
-    if adapt:
-        adapters.add(model, lora, path=path, seed=seed, hashed=ranks.is_main)
-        model.score.to(torch.promote_types(dtype, torch.float32)).requires_grad_(True)
-    return shard_as(memory, model, ranks, longest=longest, flag=flag)
+    def check(self, config: PreTrainedConfig, where: str) -> None:
+        """Raise ValueError if that is no reward model, and if it cannot become one either where a head may be new."""
+        name = (config.architectures or ["unnamed"])[0]
+        if name.endswith("ForSequenceClassification"):
+            if config.num_labels != 1:
+                problem = f"its head gives {config.num_labels} labels, it has to give 1"
+                raise ValueError(f"{where}: {problem}; choose another model")
+        elif self.new_head is None:
+            raise ValueError(
+                f"{where}: a {name}, which has no score head; give a ...ForSequenceClassification with one "
+                "label, such as the huggingface/ folder of a checkpoint of train_reward.py"
+            )
+        elif type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            raise ValueError(
+                f"{where}: transformers has no {config.model_type} with a score head; choose another model"
+            )
+
+    def finish(self, model: nn.Module, new: set[str], where: str) -> None:
+        """Fill a new head."""
+        head = dict(model.named_children()).get("score")
+        if not isinstance(head, nn.Linear) or head.bias is not None:
+            kind = type(model).__name__
+            raise ValueError(f"{where}: a {kind} has no linear `score` head, only such are supported")
+        if new:
+            self.new_head(head.weight)
 
 
 def random_head(weight: Tensor, *, seed: int) -> None:

@@ -13,8 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
 from extras.families import auto_class, count_experts, tower_of
-from rl.model import lora as adapters
-from rl.model import lora_experts
+from extras.lora import LoRA, adapted_layers
 from rl.model.checks import read_config
 from rl.model.sharding import outermost
 
@@ -87,7 +86,7 @@ class Sizes:
         return sum(width * tokens + state for width, tokens, state in kept)
 
 
-def sizes_of(path: str, *, lora: adapters.LoRA | None = None, has_score: bool = False, flag: str = "--model") -> Sizes:
+def sizes_of(path: str, *, lora: LoRA | None = None, has_score: bool = False, flag: str = "--model") -> Sizes:
     """The sizes of the model in `path`, a folder or an id of the Hub, of which only config.json is read.
 
     Args: lora, flags of adapters: which layers get some; has_score, whether it has a score head in the place of the LM
@@ -110,13 +109,11 @@ def sizes_of(path: str, *, lora: adapters.LoRA | None = None, has_score: bool = 
     units = [x for x in outermost(model, model._no_split_modules or ()) if x not in inside_tower]
     if not units:  # the model is one unit; its layers are the longest list of modules
         units = list(max((x for x in model.modules() if isinstance(x, nn.ModuleList)), key=len))
-    names = set()
+    adapted = set()
     if lora is not None and lora.lora_rank:
-        kept = dict(freeze_vision_tower=lora.freeze_vision_tower, flag=path)
-        names = {model.get_submodule(x) for x in adapters.layers_of(model, lora.target_modules, **kept)}
-        names |= {model.get_submodule(x) for x in lora_experts.experts_of(model)} if lora.lora_experts else set()
+        adapted = adapted_layers(model, lora, flag=path)
     used, experts = getattr(text, "num_experts_per_tok", None) or 0, count_experts(config)
-    layers = tuple(_layer(unit, text, i, names, experts, used) for i, unit in enumerate(units))
+    layers = tuple(_layer(unit, text, i, adapted, experts, used) for i, unit in enumerate(units))
     parameters = {id(x): x.numel() for x in model.parameters()}  # a tied one once
     head, heads = model.get_output_embeddings(), getattr(text, "num_attention_heads", None) or 0
     total = sum(parameters.values())

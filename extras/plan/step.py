@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from extras.lora import LoRA
 from extras.plan import seconds, simulation
 from extras.plan.cards import GIB, PER_HOST, Machine
 from extras.plan.memory import ENGINE, Engine, Way, engine_weights, sequence_bytes
@@ -15,7 +16,6 @@ from extras.plan.sizes import Sizes, sizes_of
 from extras.plan.work import Phase, Work
 from rl.flags import flat
 from rl.model.checks import check_heads
-from rl.model.lora import LoRA
 
 FILLED = 0.95  # of --ppo-max-token-len-per-gpu, what a micro-batch has on average
 SIMULATED = 18  # steps of a simulation, of which the first third is left out

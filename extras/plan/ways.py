@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from extras.lora import LoRA
 from extras.plan import Hardware, Settled, budget_of
 from extras.plan.memory import GIB, Engine, Load, Model, Needed, Way, least_engine, needed
 from extras.plan.sizes import sizes_of
 from rl.flags import flat, settled, spelled
-from rl.model.lora import LoRA
 
 USABLE = 0.95  # of a GPU: torch's allocator leaves gaps, and what is not counted takes some
 HOST_USABLE = 0.95  # of the host

@@ -56,7 +56,7 @@ class Sampler:
     def __init__(self, connection: Connection, setup: protocol.Setup, engine: Engine, partner: Partner | None):
         self.connection, self.setup, self.engine = connection, setup, engine
         self.rollouts = Rollouts(engine, partner)
-        self.own_seeds = setup.rollout.engine == "hf"  # they cost vLLM time, see `rollout.seeded`
+        self.own_seeds = setup.rollout.engine == "hf"  # they cost vLLM time, see `groups.seeded`
         self.room = setup.rollout.max_num_seqs
         self.leases: dict[int, protocol.Lease] = {}  # that are not finished
         self.may_begin: set[int] = set()  # those of them that the run has let begin

@@ -1,4 +1,4 @@
-"""Whether the folder of a model is whole and fits its purpose, before any weights are loaded."""
+"""Whether the folder of a model is whole and fits its purpose, before any weights are loaded: `check_model`."""
 
 import contextlib
 import math
@@ -11,11 +11,10 @@ import torch
 import transformers
 from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, core_model_loading
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
-from extras import families
 from extras.images import check_second_model as check_same_images
 from rl.data.encode import load_tokenizer
+from rl.model.roles import CAUSAL_LM, CausalLM, Learning
 
 PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # tokenizers differ in this text
 REFUSED = {  # model_type -> why
@@ -47,32 +46,32 @@ def read_config(path: str, *, flag: str) -> PreTrainedConfig:
 
 
 def read_model(
-    auto_class: Any, path: str, *, flag: str, new_head: bool = False, as_in_files: bool = False, **options: Any
+    path: str, kind: CausalLM, *, flag: str, as_in_files: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model in `path`, which `flag` has named, by a transformers auto class, and the names of weights that its
-    files lack, which can only be those of a new head. With device_map="meta" only the headers of the files are read.
+    """The model in `path`, which `flag` has named, and the names of weights that its files lack, see `may_lack` of its
+    `kind`. With device_map="meta" only the headers of the files are read.
 
-    Args: new_head, whether the files may hold another head than the model's `score`, or none; as_in_files, whether
-    weights keep the precision of their files, whatever the dtype in `options`. Raises ValueError naming the flag if the
-    model cannot be read, or if files and model differ in the names or shapes of weights: what is missing would be
-    random, and what is left over would be dropped.
+    Args: as_in_files, whether weights keep the precision of their files, whatever the dtype in `options`. Raises
+    ValueError naming the flag if the model cannot be read, or if files and model differ in the names or shapes of
+    weights: what is missing would be random, and what is left over would be dropped.
     """
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     options |= dict(output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False)
     try:
         with _precision_of_files() if as_in_files else contextlib.nullcontext():
-            model, info = auto_class.from_pretrained(path, **options)
+            model, info = kind.class_of(path).from_pretrained(path, **kind.config, **options)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers, safetensors, torch and the classes of models raise whatever they meet
         raise ValueError(_unreadable(path, flag, "model", error)) from error
-    lacks, others, shapes = (set(info[f"{kind}_keys"]) for kind in ("missing", "unexpected", "mismatched"))
-    new = lacks & {"score.weight"} if new_head else set()
-    others = {x for x in others if not new_head or x.startswith(f"{model.base_model_prefix}.")}
+    lacks, others, shapes = (set(info[f"{what}_keys"]) for what in ("missing", "unexpected", "mismatched"))
+    new = lacks & kind.may_lack
+    if kind.may_lack:  # then the files may also have another head
+        others = {x for x in others if x.startswith(f"{model.base_model_prefix}.")}
     if shapes:
-        name, there, wanted = min(shapes)
-        problem = f"{name} has the shape {list(there)} in its files and {list(wanted)} by its config"
+        name, there, expected = min(shapes)
+        problem = f"{name} has the shape {list(there)} in its files and {list(expected)} by its config"
         raise ValueError(f"{flag} {path}: {problem}; use files that fit its config.json")
     if lacks := lacks - new:
         problem = f"its files lack {len(lacks)} of its weights, {min(lacks)} among them"
@@ -111,43 +110,73 @@ def _unreadable(path: str, flag: str, what: str, error: Exception) -> str:
     return f"{flag} {path}: no {what} can be loaded from there ({reason}); {WHOLE}"
 
 
-def open_model(
+def check_model(
     path: str,
-    auto_class: Any = None,
+    kind: CausalLM = CAUSAL_LM,
     *,
     flag: str = "--model",
-    new_head: bool = False,
+    longest: int,
+    limits: str = LENGTHS,
+    instead: str = "choose another model",
     is_trained: bool = True,
+    learning: Learning | None = None,
+    policy: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     **texts: Any,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model in `path`, which `flag` has named, if all that is there fits together.
+    """The tokenizer of the model in `path`, which `flag` has named, if config, tokenizer and the headers of its files
+    fit together, and the model can do what it is for. Weights of an id of the Hub are not looked at, since that would
+    download them on every machine.
 
-    Args: auto_class, of transformers, by default that of a causal LM; new_head, see `read_model`; is_trained, False if
-    only an engine reads the model, which may know weights of fewer bits; others as for `load_tokenizer`. Of an id of
-    the Hub the weights are not looked at, since that would download them on every machine. Raises ValueError naming the
-    flag as `read_config`, `read_model` and `load_tokenizer`, for a model that sees the tokens that it has to predict,
-    for quantized weights, without a tokenizer, and for one with tokens for which the model has no embedding.
+    Args:
+        kind: what it is read as.
+        longest, limits: tokens of the longest sequence, and the flags that say so.
+        instead: what to do if it is of a family that is refused.
+        is_trained: False if only an engine reads it, which may know weights of fewer bits.
+        learning: what of it learns, if its weights are read beside those of the policy.
+        policy, tokenizer: the model whose tokens it has to read, and the tokenizer of that; none for the policy itself.
+        texts: as for `load_tokenizer`.
+
+    Raises ValueError naming the flag, also as `CausalLM.check`, `read_model` and `Learning.check_model`.
     """
-    where, config = f"{flag} {path}", read_config(path, flag=flag)
-    is_bidirectional = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
-    if auto_class is None and (is_bidirectional or getattr(config, "is_encoder_decoder", False)):
-        raise ValueError(f"{where}: a {config.model_type} is no causal language model; choose another model")
-    parts = (config, config.get_text_config())
-    quantized = next((x.quantization_config for x in parts if getattr(x, "quantization_config", None)), None)
-    if quantized and is_trained and parts[1].model_type not in REFUSED:
+    config = read_config(path, flag=flag)
+    kind.check(config, f"{flag} {path}")
+    own_tokenizer = _open_files(path, config, kind, flag=flag, is_trained=is_trained, **texts)
+    if policy is not None:
+        check_same_tokenizer(tokenizer, own_tokenizer, path, flag=flag, policy=policy)
+    if learning is not None:
+        learning.check_model(path, kind.class_of(path), flag=flag)
+    if is_trained:
+        check_trainable(path, longest, limits, flag=flag, instead=instead)
+    else:
+        check_context(path, longest, limits)
+    return own_tokenizer
+
+
+def _open_files(
+    path: str, config: PreTrainedConfig, kind: CausalLM, *, flag: str, is_trained: bool, **texts: Any
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, if its files fit together. Raises ValueError for quantized weights of a model that is
+    trained, without a tokenizer, and for one with tokens for which the model has no embedding.
+    """
+    where, text_config = f"{flag} {path}", config.get_text_config()
+    is_refused = text_config.model_type in REFUSED  # for a reason that is more to the point
+    quantized = next(
+        (x.quantization_config for x in (config, text_config) if getattr(x, "quantization_config", 0)), None
+    )
+    if quantized and is_trained and not is_refused:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
         raise ValueError(f"{where}: its weights are quantized ({method}); give the model before that, to be trained")
     tokenizer = load_tokenizer(path, flag=flag, **texts)
     if not tokenizer(PROBE)["input_ids"]:  # transformers makes one without tokens if the folder has none
         raise ValueError(f"{where}: no tokenizer is in there; add its files, such as tokenizer.json")
     added = tokenizer.added_tokens_decoder.keys() - {tokenizer.eos_token_id, tokenizer.bos_token_id}
-    rows, needed = parts[1].vocab_size, max({*tokenizer.get_vocab().values()} - added, default=0) + 1
+    rows, needed = text_config.vocab_size, max({*tokenizer.get_vocab().values()} - added, default=0) + 1
     if needed > rows:
         problem = f"its tokenizer has {needed} tokens, and its embedding {rows} rows; use its own tokenizer"
         raise ValueError(f"{where}: {problem}")
-    if Path(path).is_dir() and not quantized and parts[1].model_type not in REFUSED:
-        kind = auto_class or families.auto_class(path)
-        model, _ = read_model(kind, path, flag=flag, new_head=new_head, as_in_files=True, device_map="meta")
+    if Path(path).is_dir() and not quantized and not is_refused:
+        model, _ = read_model(path, kind, flag=flag, as_in_files=True, device_map="meta")
         for name, x in model.named_parameters():
             if x.dtype.itemsize < 2:
                 raise ValueError(f"{where}: {name} is in {x.dtype}; give a model with weights of 16 bits or more")
@@ -155,19 +184,19 @@ def open_model(
 
 
 def check_same_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, path: str, *, flag: str, model: str
+    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, path: str, *, flag: str, policy: str
 ) -> None:
-    """Raise ValueError if the model in `path`, which `flag` has named, could not read what the policy `model` samples:
-    in `other`, its tokenizer, tokens have other ids than in the policy's `tokenizer`, or it has no weights for some.
+    """Raise ValueError if the model in `path`, which `flag` has named, could not read what the `policy` samples: in
+    `other`, its tokenizer, tokens have other ids than in the policy's `tokenizer`, or it has no weights for some.
     """
     vocabulary = tokenizer.get_vocab()
     if other.get_vocab() != vocabulary:
-        problem = f"its tokenizer is not that of --model {model}, so it would misread every token"
+        problem = f"its tokenizer is not that of --model {policy}, so it would misread every token"
         raise ValueError(f"{flag} {path}: {problem}; choose a model of the same family")
-    check_same_images(path, flag, model)
-    rows, own_rows = (AutoConfig.from_pretrained(x).get_text_config().vocab_size for x in (path, model))
+    check_same_images(path, flag, policy)
+    rows, own_rows = (AutoConfig.from_pretrained(x).get_text_config().vocab_size for x in (path, policy))
     if rows < (needed := min(max(vocabulary.values()) + 1, own_rows)):
-        problem = f"it knows {rows} tokens, and --model {model} may sample {needed}"
+        problem = f"it knows {rows} tokens, and --model {policy} may sample {needed}"
         raise ValueError(f"{flag} {path}: {problem}; choose a model with an embedding for each of them")
 
 
@@ -188,16 +217,16 @@ def check_heads(model: str, size: int) -> None:
 
 
 def check_trainable(
-    model: str, tokens: int, flags: str = LENGTHS, *, flag: str = "--model", instead: str = "choose another model"
+    path: str, tokens: int, flags: str = LENGTHS, *, flag: str = "--model", instead: str = "choose another model"
 ) -> None:
-    """Raise ValueError, from the config alone, if `model`, which `flag` has named, cannot be trained on so many tokens:
-    `check_context` fails, its family is in `REFUSED` (the message proposes `instead`), or its rotary embeddings depend
-    on what else is packed.
+    """Raise ValueError, from the config alone, if the model in `path`, which `flag` has named, cannot be trained on so
+    many tokens: `check_context` fails, its family is in `REFUSED` (the message proposes `instead`), or its rotary
+    embeddings depend on what else is packed.
     """
-    check_context(model, tokens, flags)
-    config = AutoConfig.from_pretrained(model).get_text_config()
+    check_context(path, tokens, flags)
+    config = AutoConfig.from_pretrained(path).get_text_config()
     if (reason := REFUSED.get(config.model_type)) is not None:
-        raise ValueError(f"{flag} {model}: {config.model_type} cannot be trained here: {reason}; {instead}")
+        raise ValueError(f"{flag} {path}: {config.model_type} cannot be trained here: {reason}; {instead}")
     numbers = {name: x for name, x in config.to_dict().items() if type(x) is int}
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = (rope, *rope.values())  # one for all layers, or one for each type of layer
@@ -206,6 +235,6 @@ def check_trainable(
         limit = limit or numbers.get("max_position_embeddings", math.inf)
         if tokens > limit:
             raise ValueError(
-                f"{flag} {model}: {config.model_type} turns positions by another angle once a sequence has more than "
+                f"{flag} {path}: {config.model_type} turns positions by another angle once a sequence has more than "
                 f"{limit} tokens, also for shorter ones that run with it; {flags} = {tokens}, lower it"
             )

@@ -4,7 +4,8 @@ A model has the families that fit it, mostly none. They stand in extras/families
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -55,7 +56,34 @@ class Family:
         """Metrics of what `watched` has seen. All ranks must enter. Raises RuntimeError if that cannot be right."""
         return {}
 
+    def is_added(self, name: str) -> bool:
+        """Whether a parameter of this name is in none of the model's files, since the family has added it."""
+        return False
+
+    def reference(self) -> nn.Module | None:
+        """The model as it was before training, if that needs no second copy of its weights."""
+        return None
+
+    # What leaves the process: weights for engines and files, and what a checkpoint has besides.
+
+    def exported(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """(name, whole tensor) pairs as engines and files know them, from those that the trainer has."""
+        return named_tensors
+
+    def save(self, folder: Path, suffix: str, weights: dict[str, Tensor]) -> dict[str, str]:
+        """Write files of the family, whose names end in `suffix`, into a checkpoint's folder on rank 0, from all that
+        learns, whole and on the host. Returns what `check_saved` has to know; {} for nothing.
+        """
+        return {}
+
+    def check_saved(self, record: dict[str, str], path: Path) -> None:
+        """Raise ValueError if what learned in the checkpoint `path` does not fit the model. `record` is from `save`."""
+
     # For the test of a model at the start, see `load.choose_forward`.
+
+    def tested(self, flag: str) -> contextlib.AbstractContextManager[None]:
+        """Around that test. At its end it raises ValueError, which names `flag`, if the model cannot be trained."""
+        return contextlib.nullcontext()
 
     def ways(self, device: Any) -> tuple[list[str], str]:
         """Ways in which layers can keep packed sequences apart, the fastest first, and why a faster one is missing."""
@@ -79,6 +107,11 @@ class Family:
     def own_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """What the model's own forward is given for one sequence, whose `input_ids` (1, n) are in `inputs`."""
         return inputs
+
+
+def is_added(model: nn.Module, name: str) -> bool:
+    """Whether a parameter of a model is in none of its files, since a family has added it."""
+    return any(x.is_added(name) for x in model.packed.families)
 
 
 def family(model: nn.Module, name: str) -> Any:

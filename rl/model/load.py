@@ -3,35 +3,32 @@
 Every model is tested when it is loaded: do packed sequences give what its own forward gives for each of them alone?
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import MappingKey, tree_flatten_with_path
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from extras import families
-from extras.images import check_tower_has_images
 from rl.console import say, started
 from rl.data.types import Batch, take_rows
-from rl.model import lora as adapters
-from rl.model import lora_experts
 from rl.model.attention import choose_attention, use_attention
-from rl.model.checks import check_same_tokenizer, check_trainable, open_model, read_config, read_model
+from rl.model.checks import check_model as check_model  # scripts have it from here
+from rl.model.checks import read_config, read_model
 from rl.model.family import Family
 from rl.model.logprobs import add_packed_forward, run_packed, token_logprobs
-from rl.model.lora import Base, LoRA
 from rl.model.own_forward import use_forward
+from rl.model.roles import ALL_WEIGHTS, CAUSAL_LM, CausalLM, Learning
 from rl.model.sharding import Memory, full_tensors, shard
 from rl.ranks import Ranks
 
-FULL_TRAINING, DEFAULT_MEMORY = LoRA(), Memory()
+DEFAULT_MEMORY = Memory()
 # How recurrent layers keep sequences apart, and that in words; those of the first one share beginnings
 APART = {"": "", "borders": ", nothing shared", "rows": " but in recurrent layers"}
 WAYS = {  # to run a model, the fastest first; see `logprobs.Packed`
@@ -41,102 +38,72 @@ WAYS = {  # to run a model, the fastest first; see `logprobs.Packed`
 LONGEST_TEST = 2**13  # tokens of a sequence that `choose_forward` tries out
 
 
-def load_policy(
+def load_model(
     path: str,
     ranks: Ranks,
-    lora: LoRA = FULL_TRAINING,
+    learning: Learning | None = ALL_WEIGHTS,
     memory: Memory = DEFAULT_MEMORY,
     *,
+    kind: CausalLM = CAUSAL_LM,
     longest: int | None = None,
     seed: int = 0,
-    frozen: bool = False,
     flag: str = "--model",
 ) -> nn.Module:
-    """A causal LM by Hugging Face id or folder, sharded over the ranks, to be trained, or `frozen` without gradients.
+    """A model by Hugging Face id or folder, sharded over the ranks and tested: a policy, reference, teacher, critic or
+    reward model.
 
-    What learns is in float32: all weights but those of a vision tower (--freeze-vision-tower), or with --lora-rank the
-    adapters. Frozen weights have the compute precision.
-    Args: longest, tokens of the longest sequence; seed, of new adapters; flag, that has named the model. All ranks must
-    enter. Raises ValueError as `load_pretrained`, `lora.layers_of` or `choose_forward`.
+    What learns is in float32, and frozen weights have the compute precision. All ranks must enter.
+
+    Args: learning, what of the model learns, None for nothing; kind, what it is read as; longest, tokens of the longest
+    sequence; seed, of new weights; flag, that has named the model. Raises ValueError as `load_pretrained`,
+    `Learning.check_model` or `tested`.
     """
-    adapt = not frozen and check_lora(lora, path, flag=flag)
-    learns = not frozen and not adapt  # all of it
-    model = load_causal_lm(path, ranks, dtype=torch.float32 if learns else ranks.dtype, flag=flag, as_in_files=learns)
-    if adapt:
-        adapters.add(model, lora, path=path, seed=seed, hashed=ranks.is_main)
-    elif lora.freeze_vision_tower:
-        families.freeze_tower(model, ranks.dtype)
-    if frozen:
+    keeps_weights = learning is None or learning.keeps_weights
+    if learning is not None:
+        learning.check_model(path, kind.class_of(path), flag=flag)
+    dtype = ranks.dtype if keeps_weights else torch.float32
+    model = load_pretrained(path, ranks, kind, dtype=dtype, flag=flag, as_in_files=not keeps_weights)
+    if learning is None:
         model.requires_grad_(False)
-    return shard_as(memory, model, ranks, longest=longest, flag=flag)
-
-
-def load_reference(
-    path: str, ranks: Ranks, policy: nn.Module, memory: Memory = DEFAULT_MEMORY, *, longest: int | None = None
-) -> nn.Module | Base:
-    """The policy before training: a second, frozen model, or with LoRA the policy without its adapters. All ranks must
-    enter, before training. Raises ValueError as `load_policy`.
-    """
-    if hasattr(policy, "lora"):
-        return Base(policy)
-    return load_policy(path, ranks, memory=memory, longest=longest, frozen=True)
-
-
-def check_lora(lora: LoRA, path: str, auto_class: Any = None, *, flag: str = "--model") -> bool:
-    """Whether the flags ask for adapters. Raises ValueError, from the config alone, as `lora.layers_of` if they do, and
-    for --no-freeze-vision-tower if the model sees no images.
-    """
-    if not lora.freeze_vision_tower:
-        check_tower_has_images()
-    if lora.lora_rank == 0:
-        return False
-    with torch.device("meta"):
-        model = (auto_class or families.auto_class(path)).from_config(AutoConfig.from_pretrained(path))
-    kept = dict(freeze_vision_tower=lora.freeze_vision_tower, flag=f"{flag} {path}")
-    adapters.layers_of(model, lora.target_modules, **kept)
-    if lora.lora_experts:
-        lora_experts.check(model, lora.lora_rank, flag=f"{flag} {path}")
-    return True
-
-
-def check_second_model(
-    path: str,
-    tokenizer: PreTrainedTokenizerBase,
-    lora: LoRA,
-    auto_class: Any = None,
-    *,
-    longest: int,
-    flag: str,
-    model: str,
-    new_head: bool = False,
-) -> None:
-    """Raise ValueError if the model in `path`, which `flag` has named, cannot be trained beside the policy `model`, as
-    far as its config, tokenizer and the headers of its files tell. `tokenizer` is the policy's; `longest`, tokens of
-    the longest sequence; new_head, see `read_model`.
-    """
-    own = open_model(path, auto_class, flag=flag, new_head=new_head)
-    check_same_tokenizer(tokenizer, own, path, flag=flag, model=model)
-    check_lora(lora, path, auto_class, flag=flag)
-    check_trainable(path, longest, flag=flag)
-
-
-def shard_as(
-    memory: Memory, model: nn.Module, ranks: Ranks, *, longest: int | None = None, flag: str = "--model"
-) -> nn.Module:
-    """`sharding.shard` a model and `choose_forward` for it. Raises ValueError as that, or as `lora.watched`."""
+    else:
+        learning.apply(model, path=path, seed=seed, ranks=ranks)
     model = shard(model, ranks, replace(memory, compile=memory.compile and ranks.device.type == "cuda"))
     started(f"{flag} on the device")
-    with adapters.watched(model, flag=flag):
+    return tested(model, ranks, longest=longest, flag=flag)
+
+
+def tested(model: nn.Module, ranks: Ranks, *, longest: int | None = None, flag: str = "--model") -> nn.Module:
+    """A sharded model that runs as `choose_forward` says. Raises ValueError as that, or as `Family.tested`."""
+    with contextlib.ExitStack() as tests:
+        for x in model.packed.families:
+            tests.enter_context(x.tested(flag))
         choose_forward(model, ranks, longest=longest, flag=flag)
     started(f"{flag} tested")
     return model
 
 
-def exported(model: PreTrainedModel, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model for engines and files, from (name, whole tensor) as the trainer has them: adapters are
-    added to their weights, and names are those that the model's authors publish, where transformers has changed them.
+def load_reference(
+    path: str, ranks: Ranks, policy: nn.Module, memory: Memory = DEFAULT_MEMORY, *, longest: int | None = None
+) -> nn.Module:
+    """The policy before training: a second, frozen model, unless a family of the policy knows how to do without. All
+    ranks must enter, before training. Raises ValueError as `load_model`.
     """
-    for name, x in adapters.merged(model, named_tensors):
+    for family in policy.packed.families:
+        if (reference := family.reference()) is not None:
+            return reference
+    return load_model(path, ranks, None, memory, longest=longest)
+
+
+def exported(model: PreTrainedModel, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model for engines and files, `published`, from (name, whole tensor) as the trainer has them."""
+    for family in model.packed.families:
+        named_tensors = family.exported(named_tensors)
+    return published(model, named_tensors)
+
+
+def published(model: PreTrainedModel, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights under the names that the model's authors publish, where transformers has changed them."""
+    for name, x in named_tensors:
         yield from revert_weight_conversion(model, {name: x}).items()
 
 
@@ -153,45 +120,28 @@ def buffers_in_files(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), x
 
 
-def load_causal_lm(
+def load_pretrained(
     path: str,
     ranks: Ranks,
+    kind: CausalLM = CAUSAL_LM,
     *,
     dtype: torch.dtype = torch.float32,
     flag: str = "--model",
     as_in_files: bool = False,
 ) -> nn.Module:
-    """`load_pretrained` of a causal LM with weights in `dtype`. Raises ValueError as `read_config` too."""
-    read_config(path, flag=flag)
-    model, _ = load_pretrained(families.auto_class(path), path, ranks, dtype=dtype, flag=flag, as_in_files=as_in_files)
-    families.prepare(model)
-    return add_packed_forward(model)
+    """A model on the host, with weights in `dtype`, that can run packed. Rank 0 reads the files; other ranks get
+    storage that `shard` fills. All ranks must enter.
 
-
-def load_pretrained(
-    auto_class: Any,
-    path: str,
-    ranks: Ranks,
-    *,
-    dtype: torch.dtype,
-    flag: str = "--model",
-    new_head: bool = False,
-    as_in_files: bool = False,
-    **config_changes: Any,
-) -> tuple[nn.Module, set[str]]:
-    """A model of a transformers auto class on the host, and the names of weights that are new. Rank 0 reads the files;
-    other ranks get storage that `shard` fills. All ranks must enter.
-
-    Args: new_head, see `read_model`; as_in_files, whether rank 0 leaves parameters in the precision of the files, most
-    often bfloat16, until `shard` casts those that learn to float32: the numbers are the same, and they need no memory
-    but that of the mapped files; config_changes, such as num_labels. Raises ValueError on all ranks as `read_model`, or
-    if weights that the config ties differ in the files, so that ranks would have different models.
+    Args: as_in_files, whether rank 0 leaves parameters in the precision of the files, most often bfloat16, until
+    `shard` casts those that learn to float32: the numbers are the same, and they need no memory but that of the mapped
+    files. Raises ValueError on all ranks as `read_model` or `CausalLM.check`, or if weights that the config ties differ
+    in the files, so that ranks would have different models.
     """
-    options, problems = dict(flag=flag, new_head=new_head, dtype=dtype, **config_changes), []
-    as_in_files = as_in_files and dtype == torch.float32
+    kind.check(read_config(path, flag=flag), f"{flag} {path}")
+    as_in_files, problems = as_in_files and dtype == torch.float32, []
     try:
         if ranks.is_main:
-            model, new = read_model(auto_class, path, as_in_files=as_in_files, **options)
+            model, new = read_model(path, kind, flag=flag, as_in_files=as_in_files, dtype=dtype)
             for x in model.buffers() if as_in_files else ():
                 x.data = x.data.to(torch.promote_types(x.dtype, dtype) if x.is_floating_point() else x.dtype)
             ties = model.get_expanded_tied_weights_keys(all_submodels=True).keys()
@@ -199,7 +149,7 @@ def load_pretrained(
                 differ = f"its config ties {min(untied)} to another weight, and its files have two that differ"
                 raise ValueError(f"{flag} {path}: {differ}; set tie_word_embeddings to false in its config.json")
         else:
-            model, new = read_model(auto_class, path, device_map="meta", **options)
+            model, new = read_model(path, kind, flag=flag, dtype=dtype, device_map="meta")
             model.to_empty(device="cpu")
             model.tie_weights()  # to_empty unties, which would halve the embedding's gradient
     except ValueError as error:
@@ -209,7 +159,8 @@ def load_pretrained(
     started(f"{flag} read")
     name_weights(model, path)
     use_attention(model, choose_attention(ranks.device, ranks.dtype))
-    return model, new
+    kind.finish(model, new, f"{flag} {path}")
+    return add_packed_forward(model)
 
 
 def name_weights(model: PreTrainedModel, path: str) -> None:

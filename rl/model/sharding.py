@@ -26,8 +26,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from extras.families import tower_of
 from rl.flags import AtLeast1, Free, Switch, settled
+from rl.model.family import is_added
 from rl.model.logprobs import add_packed_forward
-from rl.model.lora import is_adapter
 from rl.ranks import Ranks, wait_without_end
 
 GATHERED_ELEMENTS = 2**27  # of weights that are gathered at a time: 256 MB in bfloat16
@@ -74,7 +74,7 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
     SUMMED over ranks, so that a loss divided by a global denominator needs no `* world_size`. Each decoder layer is a
     unit; embedding, final norm and LM head share the root unit, so tied weights stay one parameter. Every rank gets
     rank 0's values, buffers included. The model is left in evaluation mode, which stops no gradient. Frozen weights
-    beside LoRA's adapters are not sharded where a shard would be the whole: FSDP2 would hold a second copy of them.
+    beside others that learn are not sharded where a shard would be the whole: FSDP2 would hold a second copy of them.
 
     activation_checkpointing "selective" keeps the results of matrix products and attention (Korthikanti et al. 2022,
     arXiv 2205.05198). fsdp_size: shard over so many neighbouring ranks, such as a machine's, and keep copies on the
@@ -253,15 +253,16 @@ def _pinned(like: Tensor, device: torch.device) -> Tensor:
 
 
 def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor) on the device for all parameters, tied ones once; all but adapters become `dtype`. All
-    ranks must iterate. One call gathers many parameters, since each alone would take half a millisecond.
+    """Yield (name, whole tensor) on the device for all parameters, tied ones once, in `dtype`; what families have added
+    keeps its own. All ranks must iterate. One call gathers many parameters, since each alone would take half a
+    millisecond.
     """
     named = list(model.named_parameters())
     ends = itertools.accumulate(x.numel() for _, x in named)
     for _, batch in itertools.groupby(zip(named, ends, strict=True), key=lambda item: item[1] // GATHERED_ELEMENTS):
         parameters, by_kind = dict(pair for pair, _ in batch), {}
         for name, x in parameters.items():
-            kind = isinstance(x, DTensor), x.dtype if dtype is None or is_adapter(name) else dtype
+            kind = isinstance(x, DTensor), x.dtype if dtype is None or is_added(model, name) else dtype
             by_kind.setdefault(kind, {})[name] = x.detach()
         whole = {}
         for (_, kind_dtype), xs in by_kind.items():

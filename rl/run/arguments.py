@@ -11,17 +11,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from extras.agents import EnvironmentFlags
 from extras.correction import Correction
 from extras.families import check_routed
-from extras.judges import RewardModelFlags, check_score_head
+from extras.judges import RewardModelFlags, model_to_score
+from extras.lora import LoRA
 from extras.plan import Hardware, Planned, Settled, budget_of, hardware, settle
 from rl.data.prompts import Data
 from rl.flags import AtLeast1, Auto, Free, Share, check_limits, flat, settled, spelled
-from rl.model.checks import LENGTHS, check_trainable, open_model
-from rl.model.lora import LoRA
+from rl.model.checks import LENGTHS, check_model
+from rl.model.roles import CAUSAL_LM
 from rl.model.sharding import UNPLANNED, Memory
 from rl.run.alarms import parse_alarm
 from rl.run.command_line import parse as parse  # scripts have it from here
@@ -126,16 +127,19 @@ def check(args: Any, *, scores: bool = False) -> PreTrainedTokenizerBase:
             raise ValueError(f"{spelled(flag)} {tokens} cannot hold {unit} = {length} tokens; raise it to that")
     if is_rl := isinstance(args, RLBase):
         _check_rl(args)
-    elif scores:
-        check_score_head(args.model, flag="--model")
     root = folder_of(args.checkpoints, args.logging.project_name, args.logging.experiment_name)
-    day, kind = first_day(args.checkpoints, root), AutoModelForSequenceClassification if scores else None
-    tokenizer = open_model(args.model, kind, new_head=scores, texts=args.data, day=day)
+    tokenizer = check_model(
+        args.model,
+        model_to_score(args.seed) if scores else CAUSAL_LM,
+        longest=max_length_of(args),
+        limits=LENGTHS if is_rl else "--max-length",
+        texts=args.data,
+        day=first_day(args.checkpoints, root),
+    )
     if coef := args.lora.router_aux_loss_coef:
         check_routed(args.model, f"--router-aux-loss-coef {coef}")
     if is_rl:
         check_engine_flags(args.rollout, args.model)
-    check_trainable(args.model, max_length_of(args), LENGTHS if is_rl else "--max-length")
     settled_memory(args, [hardware()])
     return tokenizer
 

@@ -236,24 +236,18 @@ def load(path: pathlib.Path, trained: Trained, *, moments_on_host: bool = False)
     """Load a checkpoint into what is trained, at any world size; returns its step. All ranks must enter.
 
     moments_on_host: leave AdamW's moments on the host. `sharding.keep_moments_on_host` is to take them from there.
-    Raises ValueError if it holds anything but the tensors of these modules and optimizers, or its adapters stood beside
-    other weights than theirs.
+    Raises ValueError if it holds anything but the tensors of these modules and optimizers, or as `Family.check_saved`.
     """
     then = trainer_state(path)
-    together(lambda: _check_bases(path, then.get("lora", {}), trained))
+    together(lambda: _check_families(path, then.get("lora", {}), trained))
     tensors.load(tensors.read(path / "state", then["world_size"]), trained, moments_on_host=moments_on_host)
     return then["step"]
 
 
-def _check_bases(path: pathlib.Path, bases: dict[str, dict[str, str]], trained: Trained) -> None:
+def _check_families(path: pathlib.Path, records: dict[str, dict[str, str]], trained: Trained) -> None:
     for name, (module, _) in trained.items():
-        now = getattr(module, "lora", None)
-        if name in bases and now and now.base_sha256:  # rank 0 knows the hash
-            if now.base_sha256 != (then := bases[name]["base_sha256"]):
-                raise ValueError(
-                    f"the adapters in {path} were trained beside other weights than those of {now.base} (sha256 was "
-                    f"{then}, is {now.base_sha256}): restore these, or choose another --experiment-name to start anew"
-                )
+        for family in module.packed.families if name in records else ():
+            family.check_saved(records[name], path)
 
 
 def load_states(path: pathlib.Path | None) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What other programs load from a checkpoint: huggingface/ has a whole model, and adapter/ the adapters of LoRA."""
+"""What other programs load from a checkpoint: huggingface/ has a whole model, and families may write more, as LoRA."""
 
 import copy
 import pathlib
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from extras import families
 from rl.model import load as models
-from rl.model import lora
+from rl.model.family import is_added
 from rl.model.sharding import full_tensors
 from rl.ranks import Ranks
 from rl.run import checkpoint_tensors as tensors
@@ -54,25 +54,26 @@ class Exporter:
         return found
 
     def write(self, folder: pathlib.Path, exports: dict[str, Export], host: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Write huggingface/ and adapter/ beside the state in `folder`, `_NAME` after all names but the first.
+        """Write huggingface/, and what families of the modules write, beside the state in `folder`. All names but the
+        first end in `_NAME`.
 
-        Args: host, this rank's part of the state. Returns: what the adapters of each module stand beside.
+        Args: host, this rank's part of the state. Returns: what families have to know of each module when it is loaded.
         """
-        bases = {}
+        records = {}
         for i, (name, (module, keys, kept, beside, _)) in enumerate(exports.items()):
-            suffix, own = f"_{name}" if i else "", self._whole(folder / "state", name, keys, host)
-            weights = {key: _alone(x) for key, x in models.exported(module, (kept | own).items())}
+            suffix, learned = f"_{name}" if i else "", self._whole(folder / "state", module, name, keys, host)
+            weights = {key: _alone(x) for key, x in models.exported(module, (kept | learned).items())}
             files = folder / f"huggingface{suffix}"
             write_huggingface(files, module, weights | beside, self.tokenizer_files, self.ranks.dtype)
-            if hasattr(module, "lora"):
-                lora.write(folder / f"adapter{suffix}", module, own)
-                bases[name] = {"base": module.lora.base, "base_sha256": module.lora.base_sha256}
-        return bases
+            for family in module.packed.families:
+                if record := family.save(folder, suffix, learned):
+                    records[name] = record
+        return records
 
     def _whole(
-        self, state: pathlib.Path, name: str, keys: list[str], host: dict[str, torch.Tensor]
+        self, state: pathlib.Path, module: nn.Module, name: str, keys: list[str], host: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The weights that a module trains, in the compute dtype but for adapters.
+        """The weights that a module trains, in the compute dtype. What families have added keeps its own.
 
         One rank has all of them on the host; of several, each has its own rows there, and the files have those of all.
         """
@@ -80,7 +81,7 @@ class Exporter:
         saved = tensors.read(state, self.ranks.size, set(paths.values())) if self.ranks.size > 1 else None
         whole = {}
         for key, path in paths.items():
-            dtype = host[path].dtype if lora.is_adapter(key) else self.ranks.dtype
+            dtype = host[path].dtype if is_added(module, key) else self.ranks.dtype
             whole[key] = torch.empty((saved or host)[path].shape, dtype=dtype)
         if saved is None:
             torch._foreach_copy_(list(whole.values()), [host[path] for path in paths.values()])

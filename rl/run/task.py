@@ -11,7 +11,7 @@ from rl.data.packed import Lazy, Reader, Row
 from rl.data.prompts import count_steps, load_prompts
 from rl.data.types import Sampling
 from rl.run.arguments import check
-from rl.sampling.rollout import sampling_settings
+from rl.sampling.groups import sampling_settings
 from rl.sampling.rollouts import Partner
 from rl.scoring.pool import Scorer, make_scorer, need_truth
 

@@ -13,7 +13,7 @@ from rl.data.types import Sample, Sampling, Score
 from rl.ranks import Ranks
 from rl.sampling.engines.base import Engine
 from rl.sampling.flags import Validation
-from rl.sampling.rollout import sample_groups
+from rl.sampling.groups import sample_groups
 from rl.sampling.rollouts import Partner
 from rl.scoring.pool import Scorer
 

@@ -25,7 +25,7 @@ from rl.data.types import Sample, Sampling
 from rl.ranks import Ranks
 from rl.sampling.engines import Engine
 from rl.sampling.flags import Decoding
-from rl.sampling.rollout import sample_groups, seeded
+from rl.sampling.groups import sample_groups, seeded
 from rl.sampling.rollouts import Partner, Rollouts, saved_group
 
 

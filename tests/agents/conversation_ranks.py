@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from extras.agents import EnvironmentFlags, open_partner
 from rl import stop
 from rl.data.types import Sampling
-from rl.model.load import load_causal_lm
+from rl.model.load import load_pretrained
 from rl.model.sharding import full_tensors, shard
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.sampling.engines import make_engine
@@ -82,7 +82,7 @@ def main(model: str, game: str, out: str, engine_name: str, tensor_parallel_size
         engine=engine_name, max_num_seqs=8, max_logprob_gap=1e-4, tensor_model_parallel_size=int(tensor_parallel_size)
     )
     engine = make_engine(model, ranks, rollout, longest=LIMIT + 20)
-    policy = shard(load_causal_lm(model, ranks), ranks)
+    policy = shard(load_pretrained(model, ranks), ranks)
     engine.update_weights(full_tensors(policy))
 
     rows = make_rows(tokenizer)

@@ -20,7 +20,8 @@ from rl.data.types import Sampling
 from rl.model.logprobs import token_logprobs
 from rl.sampling.engines.flags import Rollout
 from rl.sampling.engines.vllm import TAKE_EVERY
-from rl.sampling.rollout import check_engine, sample_groups
+from rl.sampling.groups import sample_groups
+from rl.sampling.rollout import check_engine
 from rl.sampling.rollouts import Rollouts
 
 STOPS = (0, 2, *range(20, 32))  # so that most turns of the tiny model end

@@ -20,7 +20,7 @@ from extras.servers import client
 from rl.data.types import Batch
 from rl.formulas import distillation
 from rl.model import logprobs
-from rl.model.load import load_policy
+from rl.model.load import load_model
 
 K = 2
 
@@ -248,7 +248,7 @@ def test_the_largest_answer_is_not_too_large(tokenizer):
 
 def test_a_small_distance_is_not_rounded_where_fsdp_computes_in_bfloat16(tiny_model, world):
     """FSDP2 casts arguments of modules to the compute precision; the teacher's log-probs must not be among them."""
-    policy = load_policy(tiny_model, replace(world, dtype=torch.bfloat16), longest=64)
+    policy = load_model(tiny_model, replace(world, dtype=torch.bfloat16), longest=64)
     generator = torch.Generator().manual_seed(0)
     batch = make_batch(2)
     top_ids = torch.stack([torch.randperm(80, generator=generator)[:40] for _ in range(24)]).view(2, 12, 40).int()

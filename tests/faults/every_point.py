@@ -34,7 +34,7 @@ def digest(folder: Path) -> str:
 
 def main(task: Path, root: Path) -> None:
     tokenizer, ranks = AutoTokenizer.from_pretrained(task / "model"), init_ranks()
-    policy = shard(models.load_causal_lm(str(task / "model"), ranks), ranks)
+    policy = shard(models.load_pretrained(str(task / "model"), ranks), ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     complete, found, busy = [], [], True
 

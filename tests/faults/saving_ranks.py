@@ -24,7 +24,7 @@ from rl.run import checkpoint, loop_state, resume, run_folder
 
 def main(model: str, train_file: str, root: str) -> None:
     ranks = init_ranks()
-    policy = shard(models.load_causal_lm(model, ranks), ranks)
+    policy = shard(models.load_pretrained(model, ranks), ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     trained = {"actor": (policy, optimizer)}
     args = build(train_grpo.Args, model=model, train_files=(train_file,))

@@ -33,7 +33,8 @@ from rl.model import sharding
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run.checkpoint_files import list_steps
 from rl.sampling.engines.flags import Rollout
-from rl.sampling.rollout import check_engine, sample_groups
+from rl.sampling.groups import sample_groups
+from rl.sampling.rollout import check_engine
 from rl.scoring.flags import Scoring
 from rl.scoring.pool import Scorer
 
@@ -146,7 +147,7 @@ def sample(tiny_model):
     """sample(change) -> policy and samples of an engine that is wrong in this way, with the policy's weights."""
     ranks = init_ranks()
     engine = Engine(tiny_model, ranks, longest=64)
-    policy = sharding.shard(models.load_causal_lm(tiny_model, ranks), ranks)
+    policy = sharding.shard(models.load_pretrained(tiny_model, ranks), ranks)
     scorer = Scorer((), AutoTokenizer.from_pretrained(tiny_model), Scoring(reward_workers=1))
 
     def run(change):
@@ -393,7 +394,7 @@ def test_when_a_rank_ends_the_others_end_by_themselves(task, tmp_path, how, lag,
 
 
 def in_double():
-    models.load_causal_lm = h.load_in_double()
+    models.load_pretrained = h.load_in_double()
 
 
 @pytest.mark.thorough

@@ -20,10 +20,11 @@ from transformers import (
 from workers import values as worker
 from workers.objectives import largest_error, make_batch, plain_model
 
-from extras.judges import critic, scalar_models
+from extras.judges import critic
+from extras.lora import LoRA
 from rl.data.types import take_rows
-from rl.model import logprobs, sharding
-from rl.model.lora import LoRA
+from rl.model import sharding
+from rl.model.load import load_pretrained
 from rl.ranks import init_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,8 +58,7 @@ def plain_critic(folder, dtype=torch.float64):
 
 
 def packed_critic(folder, dtype=torch.float64):
-    model = scalar_models.load_scalar_model(str(folder), ALONE, dtype=dtype, new_head=nn.init.zeros_)
-    return logprobs.add_packed_forward(model)
+    return load_pretrained(str(folder), ALONE, critic.KIND, dtype=dtype)
 
 
 def prefix_values(model, batch):

@@ -5,7 +5,6 @@ import math
 import random
 import shutil
 from dataclasses import replace
-from functools import partial
 
 import helpers_scripts as h
 import launch
@@ -15,7 +14,13 @@ import pytest
 import torch
 from helpers_data import ranks_without_group
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, Qwen2ForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    Qwen2ForSequenceClassification,
+)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from workers import scores as worker
 
@@ -23,12 +28,13 @@ import train_reward
 from data import arithmetic
 from extras.demonstrations.encode import encode_conversation
 from extras.demonstrations.rows import read_comparisons
-from extras.judges import RewardModelFlags, check_score_head, open_judges, reward_model, scalar_models
+from extras.judges import RewardModelFlags, model_to_score, open_judges, reward_model, scalar_models
 from rl.data.batching import collate
 from rl.data.order import prompts_for_step
 from rl.data.types import Sample, Score, take_rows
 from rl.flags import build
-from rl.model import logprobs, sharding
+from rl.model import load as models
+from rl.model import sharding
 from rl.ranks import init_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,9 +65,9 @@ def load_plain(folder, dtype=torch.float64):
 
 def load_packed(folder, dtype=torch.float64, head_seed=None):
     """With `head_seed` as train_reward.py does it."""
-    new = {} if head_seed is None else dict(flag="--model", new_head=partial(scalar_models.random_head, seed=head_seed))
-    model = scalar_models.load_scalar_model(str(folder), ranks_without_group(dtype=dtype), dtype=dtype, **new)
-    return logprobs.add_packed_forward(model)
+    kind = scalar_models.ScalarModel() if head_seed is None else model_to_score(head_seed)
+    flag = "--reward-model" if head_seed is None else "--model"
+    return models.load_pretrained(str(folder), ranks_without_group(dtype=dtype), kind, dtype=dtype, flag=flag)
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +260,8 @@ def test_ranks_score_what_they_are_given_before_and_after_offloading(judge, meas
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU machine there is nowhere to offload from")
 def test_offloading_frees_the_device(judge, world):
-    model = scalar_models.load_scalar_model(judge, world, dtype=world.dtype).requires_grad_(False)
+    kind = scalar_models.ScalarModel()
+    model = models.load_pretrained(judge, world, kind, dtype=world.dtype).requires_grad_(False)
     before = torch.cuda.memory_allocated()
     model = sharding.shard(model, world)
     batch = take_rows(make_batch(), range(8), world.device)
@@ -314,10 +321,15 @@ def test_models_that_give_no_rewards_are_refused(refused, tiny_model):
     for folder, head_seed, words in cases:
         with pytest.raises(ValueError, match=words):
             load_packed(folder, head_seed=head_seed)
-    for folder, new_head in ((tiny_model, False), (refused["two_labels"], False), (refused["two_labels"], True)):
+    with_head, with_new_head = scalar_models.ScalarModel(), model_to_score(0)
+    for folder, kind in (
+        (tiny_model, with_head),
+        (refused["two_labels"], with_head),
+        (refused["two_labels"], with_new_head),
+    ):
         with pytest.raises(ValueError, match="--somehow"):
-            scalar_models.check_score_head(str(folder), flag="--somehow", new_head=new_head)
-    check_score_head(tiny_model, flag="--somehow")
+            kind.check(AutoConfig.from_pretrained(folder), "--somehow")
+    with_new_head.check(AutoConfig.from_pretrained(tiny_model), "--somehow")
 
 
 def test_a_reward_model_that_cannot_read_the_prompts_is_refused_before_it_is_loaded(judge, refused, tmp_path):
@@ -538,7 +550,7 @@ def test_the_export_gives_the_scores_that_the_run_reported(trained, task):
     folder = trained / "global_step_30" / "huggingface"
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"] and config["id2label"] == {"0": "LABEL_0"}
-    scalar_models.check_score_head(str(folder), flag="--reward-model")
+    scalar_models.ScalarModel().check(AutoConfig.from_pretrained(folder), "--reward-model")
     packed, tokenizer = load_packed(folder, torch.float32), AutoTokenizer.from_pretrained(folder)
     rows = pq.read_table(task["val_files"][0]).to_pylist()
     learned = judge_of(packed, tokenizer, ranks_without_group(), max_length=64, max_tokens=1000)
@@ -560,10 +572,7 @@ def test_the_export_gives_the_scores_that_the_run_reported(trained, task):
 def in_double(monkeypatch):
     """Train in float64, so that what is equal up to rounding stays so through Adam."""
     monkeypatch.setattr(Qwen2RMSNorm, "forward", h.norm_in_double)
-    load = scalar_models.load_scalar_model
-    monkeypatch.setattr(
-        scalar_models, "load_scalar_model", lambda *args, **kw: load(*args, **kw | {"dtype": torch.float64})
-    )
+    monkeypatch.setattr(models, "load_pretrained", h.load_in_double())
 
 
 def test_two_steps_are_what_plain_transformers_computes(run, task, tmp_path, in_double):

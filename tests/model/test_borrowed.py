@@ -146,7 +146,7 @@ BORROWED = [
     ),
     Borrowed("transformers.PreTrainedConfig:_attn_implementation", "model/attention.py", "chooses the attention"),
     Borrowed("transformers.AttentionInterface.register", "model/attention.py", "makes the packed attention known"),
-    Borrowed("transformers.integrations.moe._grouped_linear", "model/lora_experts.py", "multiplies by all experts"),
+    Borrowed("transformers.integrations.moe._grouped_linear", "extras/lora/experts.py", "multiplies by all experts"),
     Borrowed(
         "transformers.modeling_outputs.BaseModelOutputWithPastAndCrossAttentions",
         "model/own_forward.py",
@@ -159,7 +159,7 @@ BORROWED = [
         for module, mapping, file in (
             ("modeling_auto", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "extras/judges/scalar_models.py"),
             ("modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING", "extras/families/vision.py"),
-            ("modeling_auto", "MODEL_FOR_MASKED_LM_MAPPING", "model/checks.py"),
+            ("modeling_auto", "MODEL_FOR_MASKED_LM_MAPPING", "model/roles.py"),
             ("processing_auto", "PROCESSOR_MAPPING", "extras/images/images.py"),
         )
     ),

@@ -29,13 +29,13 @@ import sft
 from extras.demonstrations import load_demonstrations
 from extras.engines import hf
 from extras.judges import critic, scalar_models
+from extras.lora import LoRA
 from rl.data.encode import load_tokenizer
 from rl.data.types import Sampling
 from rl.flags import build
 from rl.model import load as models
 from rl.model.checks import check_trainable
 from rl.model.logprobs import token_logprobs
-from rl.model.lora import LoRA
 from rl.model.sharding import Memory, shard
 
 CASE = ("all terms", "token-mean")
@@ -98,7 +98,7 @@ def test_every_rank_makes_room_for_what_rank_0_reads(world, tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     found = []
     for ranks in (world, replace(world, rank=1)):
-        model, _ = models.load_pretrained(AutoModelForCausalLM, str(tmp_path), ranks, dtype=torch.bfloat16)
+        model = models.load_pretrained(str(tmp_path), ranks, dtype=torch.bfloat16)
         found.append({k: (x.shape, x.dtype) for k, x in [*model.named_parameters(), *model.named_buffers()]})
     assert found[0] == found[1]
     in_float32 = {k for k, x in found[0].items() if x[1] == torch.float32 and "inv_freq" not in k}
@@ -166,7 +166,7 @@ def test_a_window_counts_only_if_a_run_has_longer_sequences(world, tmp_path):
 
 def test_a_model_that_is_wrong_packed_and_padded_is_refused(tiny_model, world):
     """Here every hidden state depends on how many tokens are computed at once."""
-    model = shard(models.load_causal_lm(tiny_model, world), world)
+    model = shard(models.load_pretrained(tiny_model, world), world)
 
     def shift(module, arguments, output):
         return output + 0.01 * output[..., 0].numel()
@@ -185,10 +185,10 @@ def test_files_that_contradict_a_tie_of_the_config_are_refused(tiny_model, world
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + more
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         if is_right:
-            models.load_causal_lm(str(folder), world)
+            models.load_pretrained(str(folder), world)
             continue
         with pytest.raises(ValueError, match=r"config ties lm_head\.weight to another .* set tie_word_embed"):
-            models.load_causal_lm(str(folder), world)
+            models.load_pretrained(str(folder), world)
 
 
 def test_layers_get_angles_in_the_precision_that_the_model_gives_them(world, tmp_path):
@@ -213,18 +213,18 @@ def test_weights_keep_the_precision_of_their_files_until_they_are_sharded(tiny_m
     weights = {name: x.bfloat16() for name, x in load_file(folder / "model.safetensors").items()}
     weights["model.norm.weight"] = weights["model.norm.weight"].float() * 1.001  # which no bfloat16 is
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    read = dict(models.load_causal_lm(str(folder), world, as_in_files=True).named_parameters())
+    read = dict(models.load_pretrained(str(folder), world, as_in_files=True).named_parameters())
     assert {name: x.dtype for name, x in read.items()} == {name: x.dtype for name, x in weights.items()}
-    policy = dict(models.load_policy(str(folder), world, longest=64).named_parameters())
+    policy = dict(models.load_model(str(folder), world, longest=64).named_parameters())
     assert policy.keys() == weights.keys()
     for name, x in policy.items():
         assert x.dtype == torch.float32 and torch.equal(x.full_tensor(), weights[name].float()), name
-    frozen = models.load_policy(str(folder), replace(world, dtype=torch.bfloat16), longest=64, frozen=True)
+    frozen = models.load_model(str(folder), replace(world, dtype=torch.bfloat16), longest=64, learning=None)
     assert {x.dtype for x in frozen.parameters()} == {torch.bfloat16}
 
 
 def test_the_test_draws_from_no_generator_that_a_run_uses(tiny_model, world):
-    model = shard(models.load_causal_lm(tiny_model, world), world)
+    model = shard(models.load_pretrained(tiny_model, world), world)
     before = torch.get_rng_state()
     assert models.choose_forward(model, world, longest=64) == PACKED
     assert torch.equal(torch.get_rng_state(), before)

@@ -13,6 +13,7 @@ import torch
 from helpers_families import BORDERS
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -27,7 +28,7 @@ import train_grpo
 import train_reward
 from extras.engines import hf
 from extras.families import delta_rule, recurrent
-from extras.judges import check_score_head
+from extras.judges.scalar_models import ScalarModel
 from rl.flags import build
 from rl.model import load as models
 from rl.model.family import family
@@ -271,6 +272,6 @@ def test_a_reward_model_of_it_is_exported_as_one(tmp_path, world, runs_here):
         build(train_reward.Args, **h.reward_settings(task, tmp_path / "run", total_training_steps=1, lora_rank=4))
     )
     export = tmp_path / "run" / "global_step_1" / "huggingface"
-    check_score_head(str(export), flag="--reward-model")
+    ScalarModel().check(AutoConfig.from_pretrained(export), "--reward-model")
     model, info = AutoModelForSequenceClassification.from_pretrained(export, num_labels=1, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and model.score.weight.any()

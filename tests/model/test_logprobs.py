@@ -34,7 +34,7 @@ from rl.data.batching import collate
 from rl.data.types import Sample, Sampling, take_rows
 from rl.model import logprobs
 from rl.model.attention import Packing, choose_attention, packed_sdpa, packed_varlen
-from rl.model.load import load_causal_lm
+from rl.model.load import load_pretrained
 from rl.model.logprobs import (
     _head_chunk,
     add_packed_forward,
@@ -50,7 +50,7 @@ EOS = 2
 
 
 def packed_model(path, dtype=torch.float64):
-    return load_causal_lm(path, ranks_without_group(dtype=dtype), dtype=dtype)
+    return load_pretrained(path, ranks_without_group(dtype=dtype), dtype=dtype)
 
 
 @pytest.fixture(scope="module")

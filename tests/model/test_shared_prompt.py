@@ -18,7 +18,7 @@ from rl.data.batching import collate, shared_prefix
 from rl.data.types import Sample, take_rows
 from rl.model import attention
 from rl.model.attention import Packing, packed_sdpa, packed_varlen
-from rl.model.load import load_causal_lm
+from rl.model.load import load_pretrained
 from rl.model.logprobs import token_logprobs
 
 WORKER = launch.TESTS / "model" / "workers" / "shared.py"
@@ -57,7 +57,7 @@ def batch():
 
 
 def packed_model(path, dtype):
-    return load_causal_lm(path, ranks_without_group(dtype=dtype), dtype=dtype)
+    return load_pretrained(path, ranks_without_group(dtype=dtype), dtype=dtype)
 
 
 def watch(model):

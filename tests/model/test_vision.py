@@ -26,21 +26,22 @@ from extras import images
 from extras.demonstrations import encode_conversation
 from extras.engines import hf
 from extras.families.vision import Vision
+from extras.lora import LoRA
+from extras.lora import adapters as lora
 from rl.data.batching import collate, plan_updates
 from rl.data.encode import load_tokenizer
 from rl.data.rows import read_rows
 from rl.data.types import Sampling, take_rows
 from rl.flags import build
 from rl.model import load as models
-from rl.model import lora
 from rl.model.checks import check_same_tokenizer
 from rl.model.logprobs import fixed_logprobs
-from rl.model.lora import LoRA
 from rl.model.sharding import Memory
 from rl.run.task import load_task
 from rl.sampling.engines import vllm
 from rl.sampling.engines.flags import Rollout
-from rl.sampling.rollout import check_engine, sample_groups
+from rl.sampling.groups import sample_groups
+from rl.sampling.rollout import check_engine
 
 FEW = ["qwen3_vl", "qwen3_5", "gemma3"]
 PADDED = ["gemma3"]  # attention to both sides within an image
@@ -139,7 +140,7 @@ def test_the_engine_samples_what_the_policy_would(world, folder_of, rows, family
     """Prompts with and without an image side by side, before and after a push of other weights, also of the tower."""
     folder, sampling, places = folder_of[family], Sampling(n=3, max_tokens=16), 0
     prompts = vision.encoded(folder, rows)
-    policy = models.load_policy(folder, world, LoRA(freeze_vision_tower=False), Memory(compile=False), longest=64)
+    policy = models.load_model(folder, world, LoRA(freeze_vision_tower=False), Memory(compile=False), longest=64)
     engine = hf.Engine(folder, world, longest=64)
     for seed in range(2):
         samples, _ = sample_groups(engine, prompts, sampling, seed=seed)
@@ -160,7 +161,7 @@ def test_vllm_samples_what_the_policy_would(family, world, folder_of, rows):
         pytest.skip("torchvision is not installed")
     folder = folder_of[family]
     sampling, prompts = Sampling(n=3, max_tokens=16), vision.encoded(folder, rows)
-    policy = models.load_policy(folder, world, LoRA(freeze_vision_tower=False), Memory(compile=False), longest=64)
+    policy = models.load_model(folder, world, LoRA(freeze_vision_tower=False), Memory(compile=False), longest=64)
     engine = vllm.Engine(folder, world, Rollout(max_num_seqs=8), longest=64)
 
     def gap(seed: int) -> float:
@@ -200,9 +201,9 @@ def test_a_reference_without_its_adapters_sees_images_too(world, folder_of, rows
     batch = collate(samples)
     [update] = plan_updates([s.num_tokens for s in samples], mini_batch_size=8, max_tokens=200, ranks=world)
     kept = dict(ranks=world, memory=Memory(compile=False), longest=128)
-    policy = families.make_them_count(models.load_policy(folder_of["qwen3_vl"], lora=LoRA(lora_rank=4), **kept))
+    policy = families.make_them_count(models.load_model(folder_of["qwen3_vl"], learning=LoRA(lora_rank=4), **kept))
     reference = models.load_reference(folder_of["qwen3_vl"], world, policy)
-    first = models.load_policy(folder_of["qwen3_vl"], frozen=True, **kept)
+    first = models.load_model(folder_of["qwen3_vl"], learning=None, **kept)
     found, wanted, now = (fixed_logprobs(x, batch, [update]) for x in (reference, first, policy))
     assert torch.equal(found, wanted) and (now - found).abs().max() > 0.1
     # A micro-batch without an image, as a mixture of experts has it with --router-aux-loss-coef
@@ -221,7 +222,7 @@ def test_who_reads_text_only_refuses_images(rows, folder_of, tiny_model):
             load_task(args)
     tokenizer = load_tokenizer(folder_of["qwen3_vl"])
     with pytest.raises(ValueError, match="the data has images, which it may not read as --model"):
-        models = dict(path=folder_of["qwen2_5_vl"], model=folder_of["qwen3_vl"])
+        models = dict(path=folder_of["qwen2_5_vl"], policy=folder_of["qwen3_vl"])
         check_same_tokenizer(tokenizer, tokenizer, flag="--teacher-model", **models)
     with pytest.raises(ValueError, match="row 0: has images, and reward models read text only"):
         encode_conversation(tokenizer, read_rows(rows)[0], "#### 1")

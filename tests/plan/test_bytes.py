@@ -8,11 +8,11 @@ import torch
 from launch import ROOT
 
 from benchmarks import limited, make_model
+from extras.lora import LoRA
 from extras.plan import hardware, host, memory
 from extras.plan.host import host_memory
 from extras.plan.memory import GIB, Engine, Load, Model, Way, engine_bytes, host_bytes, least_engine, needed, pass_bytes
 from extras.plan.sizes import Layer, Sizes, sizes_of
-from rl.model.lora import LoRA
 
 # Two layers with linear layers of widths 10, 2, 2, 10, 20, 20 and 10, and an embedding that is no LM head.
 LAYER = Layer(parameters=100, results=74, last=10, inner=20, attention=10, cache=4, adapted=((10, 10), (20, 10)))

@@ -12,7 +12,7 @@ from extras.plan import rehearsal
 from extras.plan.rehearsal import largest_micro_batch
 from rl.data.batching import plan_micro_batches, shared_prefix
 from rl.data.types import take_rows
-from rl.model.load import load_policy
+from rl.model.load import load_model
 from rl.model.logprobs import token_logprobs
 from rl.model.sharding import UNPLANNED, own_part
 from rl.run.arguments import MemoryRL
@@ -310,7 +310,7 @@ def test_layers_that_are_recomputed_later_have_the_same_gradients(tiny_model, wo
     batch = largest_micro_batch(40, 20, 80)
     gradients, saved = [], []
     for changes in ({}, dict(activation_checkpointing="none")):
-        policy = load_policy(tiny_model, world, memory=MemoryRL(compile=False, **changes), longest=20)
+        policy = load_model(tiny_model, world, memory=MemoryRL(compile=False, **changes), longest=20)
         for later in (False, True):
             if later:
                 rehearsal.recompute_layers(policy)

@@ -17,9 +17,8 @@ from transformers import (
 
 from benchmarks import make_model, models
 from extras.families import auto_class
+from extras.lora import LoRA, adapters
 from extras.plan.sizes import sizes_of
-from rl.model import lora as adapters
-from rl.model.lora import LoRA
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from rewards.sandbox import judge as sandbox
 from rl.data.types import Sampling
 from rl.flags import build
 from rl.ranks import Ranks
-from rl.sampling.rollout import sample_groups
+from rl.sampling.groups import sample_groups
 
 SEED = 0
 CHARACTERS = arithmetic.CHARACTERS + '()[]{}<>_"\\`%'  # what code and tags need, too

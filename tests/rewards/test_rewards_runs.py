@@ -89,7 +89,7 @@ def sources(task, tmp_path):
 def test_a_prompt_that_cannot_be_scored_is_as_if_it_had_not_been_sampled(variants, task, reward, monkeypatch):
     """tests/scoring/test_scoring.py has more ways to fail, with the same three ends."""
     # The order of prompts is fixed: the first two of three are the whole batch of a run with two.
-    monkeypatch.setattr(models, "load_causal_lm", h.load_in_double())
+    monkeypatch.setattr(models, "load_pretrained", h.load_in_double())
     monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
     settings = dict(loss_agg_mode="seq-mean-token-mean", reward_workers=2, reward_timeout=0.5)
     expected = variants(**settings, train_batch_size=2, ppo_mini_batch_size=2)

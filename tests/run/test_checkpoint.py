@@ -31,7 +31,7 @@ import train_grpo
 import train_ppo
 import train_reinforce
 import train_reward
-from extras.judges import scalar_models
+from extras.judges.scalar_models import ScalarModel
 from rl import flags
 from rl.data.types import Batch
 from rl.flags import build
@@ -77,7 +77,7 @@ def policy_of():
 
     def make(model, dtype=torch.float32):
         ranks = dataclasses.replace(init_ranks(), dtype=dtype)
-        policy = shard(models.load_causal_lm(model, ranks), ranks)
+        policy = shard(models.load_pretrained(model, ranks), ranks)
         return policy, torch.optim.AdamW(policy.parameters(), lr=1e-3), ranks
 
     return make
@@ -738,9 +738,9 @@ def test_several_modules_make_the_round_trip(task, policy_of, tmp_path):
 
     def make():
         _, _, ranks = policy_of(task.model)
-        policy = models.load_causal_lm(task.model, ranks)
+        policy = models.load_pretrained(task.model, ranks)
         torch.manual_seed(0)
-        modules = policy, scalar_models.load_scalar_model(task.model, ranks, new_head=torch.nn.init.normal_)
+        modules = policy, models.load_pretrained(task.model, ranks, ScalarModel(torch.nn.init.normal_))
         trained = {}
         for name, module in zip(("actor", "critic"), modules, strict=True):
             module = shard(module, ranks)

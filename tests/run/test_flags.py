@@ -26,12 +26,11 @@ import train_ppo
 import train_prime
 import train_reinforce
 import train_reward
+from extras.lora import LoRA
 from extras.samplers import SamplerFlags
 from extras.samplers.local import devices_of
 from rl import flags
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveShare, Seconds, Share, build
-from rl.model.load import check_lora
-from rl.model.lora import LoRA
 from rl.run import arguments, command_line
 from rl.run.checkpoint_files import list_steps
 from rl.run.tracking import LoggingRL
@@ -245,8 +244,9 @@ def test_an_address_is_one(address):
 
 def test_a_vision_tower_learns_only_if_there_are_images():
     with pytest.raises(ValueError, match="--no-freeze-vision-tower says nothing without images in the data"):
-        check_lora(LoRA(freeze_vision_tower=False), "a model that is not even looked for")
-    assert check_lora(LoRA(), "a model that is not even looked for") is False
+        LoRA(freeze_vision_tower=False).check_model("a model that is not even looked for")
+    LoRA().check_model("a model that is not even looked for")
+    assert not LoRA().keeps_weights
 
 
 def test_every_sampler_has_a_gpu_of_its_own_name():

@@ -129,7 +129,7 @@ def test_a_dead_rank_ends_both_agents_and_one_rank_continues_what_two_nodes_have
     assert (folder / "global_step_1").is_dir() and not (folder / "global_step_2").exists()
 
     monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())  # else responses depend on the number of ranks
-    monkeypatch.setattr(models, "load_causal_lm", h.load_in_double())  # else Adam makes rounding errors large
+    monkeypatch.setattr(models, "load_pretrained", h.load_in_double())  # else Adam makes rounding errors large
     monkeypatch.setattr(Qwen2RMSNorm, "forward", h.norm_in_double)
     try:
         train_grpo.main(build(train_grpo.Args, **h.grpo_settings(task, folder, **RUNS["crashed"])))

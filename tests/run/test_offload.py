@@ -71,7 +71,7 @@ def test_two_ranks_learn_the_same_bits_wherever_their_state_is(task, tmp_path):
 
 def test_moments_have_one_place_on_the_host_and_are_whole_for_every_reader(task):
     ranks = init_ranks()
-    policy = sharding.shard(models.load_causal_lm(task.model, ranks), ranks)
+    policy = sharding.shard(models.load_pretrained(task.model, ranks), ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     seen = []
     sharding.keep_moments_on_host(optimizer, ranks.device)
@@ -97,7 +97,7 @@ def test_steps_of_one_parameter_after_the_other_change_no_bit(task, is_sharded):
 
     def train(on_host, steps, loaded=None):
         torch.manual_seed(0)
-        policy = models.load_causal_lm(task.model, ranks)
+        policy = models.load_pretrained(task.model, ranks)
         policy = sharding.shard(policy, ranks) if is_sharded else policy
         every = list(policy.parameters())
         every[1].requires_grad_(False)
@@ -132,7 +132,7 @@ def test_steps_of_one_parameter_after_the_other_change_no_bit(task, is_sharded):
 def test_a_step_has_the_moments_of_one_parameter_on_the_device_at_a_time(task):
     """Seen from within AdamW's own step: only the parameter with a gradient has its moments elsewhere than at home."""
     ranks, seen = init_ranks(), []
-    every = list(models.load_causal_lm(task.model, ranks).parameters())
+    every = list(models.load_pretrained(task.model, ranks).parameters())
     optimizer = torch.optim.AdamW(every, lr=1e-3)
     own_step = optimizer.step
 

@@ -115,7 +115,7 @@ from rl.model.sharding import shard
 from rl.ranks import PATIENCE, init_ranks, shutdown_ranks
 
 ranks = init_ranks()
-mesh = next(shard(models.load_causal_lm(sys.argv[1], ranks), ranks).parameters()).device_mesh
+mesh = next(shard(models.load_pretrained(sys.argv[1], ranks), ranks).parameters()).device_mesh
 for group in (ranks.group, *mesh.get_all_groups()):
     assert group._get_backend(torch.device("cpu")).options._timeout == PATIENCE
 print("as long as it takes")

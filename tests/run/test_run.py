@@ -43,7 +43,7 @@ def start(task, tmp_path, monkeypatch):
         args = build(sft.Args, **h.sft_settings(task, tmp_path / "run", total_training_steps=5, **changes))
         run = Run(args, AutoTokenizer.from_pretrained(task.model), 5)
         runs.append(run)
-        policy = sharding.shard(models.load_causal_lm(args.model, run.ranks), run.ranks)
+        policy = sharding.shard(models.load_pretrained(args.model, run.ranks), run.ranks)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
         run.resume({"actor": (policy, optimizer)}, about="a test")
 

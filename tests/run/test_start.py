@@ -22,7 +22,7 @@ from extras.plan.rehearsal import largest_micro_batch
 from rl import console
 from rl.data.encode import load_tokenizer
 from rl.flags import build
-from rl.model.load import load_causal_lm
+from rl.model.load import load_pretrained
 from rl.model.logprobs import token_logprobs
 from rl.model.sharding import ATTENTION, PRODUCTS, Memory, _compile_for_all_lengths, shard
 from rl.run.run import Run
@@ -133,7 +133,7 @@ def test_layers_that_recompute_selectively_can_be_found_in_the_cache_of_torch(ti
     monkeypatch.setattr(torch._dynamo.config, "disable", False)  # an engine that was started before has set it
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_with(function, backend=collect))
     memory = Memory(activation_checkpointing="selective", compile=True)
-    model = shard(load_causal_lm(tiny_model, world), world, memory)
+    model = shard(load_pretrained(tiny_model, world), world, memory)
     logp, _ = token_logprobs(model, largest_micro_batch(100, 50, 80))
     logp.sum().backward()
     torch._dynamo.reset()

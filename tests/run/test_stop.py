@@ -291,7 +291,7 @@ def test_grpo_asked_in_every_phase(own_task, tmp_path):
     # Two updates a step, each of several micro-batches.
     settings = dict(total_training_steps=3, ppo_mini_batch_size=2, ppo_max_token_len_per_gpu=130)
     chain = Chain("train_grpo", partial(h.grpo_settings, own_task), tmp_path, **settings)
-    chain.ends_in_start_up(partial(ask_at, "rl.model.load", "load_causal_lm", 1))
+    chain.ends_in_start_up(partial(ask_at, "rl.model.load", "load_pretrained", 1))
     chain.stops_at(0, partial(ask_while_generating, 1))  # for the very first step
     assert not [p for p in chain.run_dir.iterdir() if p.is_dir()]
     chain.stops_while_rewards_sleep(1, 2)

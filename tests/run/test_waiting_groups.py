@@ -20,7 +20,7 @@ from rl.sampling import waiting_groups
 
 def comparable():
     """Responses depend on prompts and weights alone, and all that ranks change is rounding at double precision."""
-    hf.Engine.step, models.load_causal_lm = h.step_by_prompt(), h.load_in_double()
+    hf.Engine.step, models.load_pretrained = h.step_by_prompt(), h.load_in_double()
     Qwen2RMSNorm.forward = h.norm_in_double
 
 

@@ -31,6 +31,7 @@ import train_grpo
 from extras import families
 from extras.engines import hf
 from extras.engines.hf import processed_logprobs
+from extras.lora.adapters import is_adapter
 from rl.data.batching import collate
 from rl.data.encode import stop_token_ids
 from rl.data.order import derive_seed
@@ -39,15 +40,15 @@ from rl.flags import build
 from rl.model import load as models
 from rl.model.checks import check_context
 from rl.model.logprobs import token_logprobs
-from rl.model.lora import is_adapter
 from rl.model.sharding import full_tensors
 from rl.ranks import init_ranks
 from rl.run.arguments import check
 from rl.sampling.engines import vllm
 from rl.sampling.engines.flags import Rollout
 from rl.sampling.flags import Decoding
+from rl.sampling.groups import sample_groups
 from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import check_engine, sample_groups, sampled_by
+from rl.sampling.rollout import check_engine, sampled_by
 from rl.sampling.rollouts import Rollouts, Trajectory
 
 ROWS = [{"prompt_ids": prompt, "row_index": 10 + i} for i, prompt in enumerate(PROMPTS)]

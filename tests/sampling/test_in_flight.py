@@ -22,8 +22,8 @@ from rl.run import loop_state
 from rl.sampling.engines import make_engine
 from rl.sampling.engines.flags import Rollout
 from rl.sampling.flags import Decoding
+from rl.sampling.groups import sample_groups
 from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import sample_groups
 from rl.sampling.rollouts import Rollouts
 
 STOPS = (2, *range(20, 32))

@@ -9,7 +9,7 @@ from helpers_data import versions_of
 
 from rl.data.batching import collate
 from rl.data.types import Batch, Sample, Sampling
-from rl.model.load import load_policy
+from rl.model.load import load_model
 from rl.model.logprobs import token_logprobs
 from rl.sampling import rollout
 from rl.sampling.engines.flags import Rollout
@@ -46,7 +46,7 @@ def test_the_check_of_the_engine_has_at_most_the_tokens_of_a_micro_batch(lengths
 
 def test_the_check_of_the_engine_measures_the_beginnings_alone(tiny_model, world, monkeypatch):
     """Log-probs of an engine that are 0.01 too high in the first ten sampled tokens, and 5 behind them."""
-    policy, generator = load_policy(tiny_model, world, longest=64), torch.Generator().manual_seed(0)
+    policy, generator = load_model(tiny_model, world, longest=64), torch.Generator().manual_seed(0)
     samples, passes = [], []
     for i in range(4):
         ids = torch.randint(3, 80, (40,), generator=generator).tolist()

@@ -12,7 +12,8 @@ from rl.data.types import Sampling
 from rl.model import load as models
 from rl.sampling.engines import vllm
 from rl.sampling.engines.flags import Rollout
-from rl.sampling.rollout import check_engine, sample_groups
+from rl.sampling.groups import sample_groups
+from rl.sampling.rollout import check_engine
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 

@@ -22,11 +22,11 @@ from helpers_engines import (
 
 from extras.engines import hf
 from rl.data.types import Request, Sampling
-from rl.model.load import load_causal_lm
+from rl.model.load import load_pretrained
 from rl.model.sharding import shard
 from rl.sampling.engines import vllm
 from rl.sampling.engines.flags import Rollout
-from rl.sampling.rollout import sample_groups, seeded
+from rl.sampling.groups import sample_groups, seeded
 
 WARM = Sampling(temperature=TEMPERATURE, max_tokens=12)
 SIX = [Request(key, prompt, WARM) for key, prompt in zip("abcdef", [*PROMPTS, PROMPTS[1]], strict=True)]  # fit at once
@@ -256,7 +256,7 @@ def test_stop_tokens_of_one_request_do_not_end_the_others(every_engine, policy):
 
 def test_a_push_while_requests_are_in_flight(every_engine, policy, tiny_model, world):
     """Tokens so far keep the log-probs of the old weights, the next ones have those of the new weights after them."""
-    newer = shard(load_causal_lm(tiny_model, world), world)
+    newer = shard(load_pretrained(tiny_model, world), world)
     change(newer, scale=0.05)
     push(every_engine, policy)
     version = every_engine.policy_version

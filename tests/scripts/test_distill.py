@@ -277,7 +277,7 @@ def server(tiny_model):
 @pytest.mark.parametrize("mode", h.some(["sampled", "jsd"], "jsd"))
 def test_a_server_says_what_a_loaded_teacher_does(mode, distill, server, monkeypatch):
     distill(loss_mode=mode)
-    monkeypatch.setattr(teacher, "load_policy", None)  # nothing is loaded
+    monkeypatch.setattr(teacher, "load_model", None)  # nothing is loaded
     server.failures = client.TRIES - 1
     monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.001)
     distill(loss_mode=mode, teacher_url=f"{server.url}/v1", teacher_model="the-teacher")

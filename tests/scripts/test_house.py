@@ -25,11 +25,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3587,
-    "wall": 1719,
-    "import train_grpo": 4750,
-    "import sft": 4509,
-    "import eval": 1881,
+    "core": 3388,
+    "wall": 1718,
+    "import train_grpo": 4537,
+    "import sft": 4296,
+    "import eval": 1392,
     "eval.py": 107,
     "sft.py": 97,
     "train_async.py": 176,

@@ -14,7 +14,7 @@ import train_reinforce
 from extras.engines import hf
 from rl.data.types import Completion, Sampling
 from rl.flags import build
-from rl.sampling.rollout import sample_groups
+from rl.sampling.groups import sample_groups
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

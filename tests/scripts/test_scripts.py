@@ -37,6 +37,7 @@ from extras.demonstrations.encode import encode_demonstration
 from extras.demonstrations.rows import read_demonstrations
 from extras.engines import hf
 from extras.judges import check_critic
+from extras.lora import LoRA
 from extras.variants import token_selection
 from rl import flags
 from rl.data.encode import load_tokenizer
@@ -44,8 +45,7 @@ from rl.data.order import derive_seed
 from rl.data.prompts import Data, count_steps
 from rl.flags import build
 from rl.model import load as models
-from rl.model.checks import open_model
-from rl.model.lora import LoRA
+from rl.model.checks import check_model
 from rl.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("runs_here")
@@ -1349,26 +1349,26 @@ def test_a_folder_that_is_no_whole_model_is_refused_with_flag_path_and_reason(ta
     change, words = BROKEN[case]
     change(folder)
     with pytest.raises(ValueError, match=f"^--critic-model {folder}: .*{words}"):
-        open_model(str(folder), flag="--critic-model")
+        check_model(str(folder), flag="--critic-model", longest=8)
 
 
 @pytest.mark.parametrize("case", WHOLE)
 def test_a_folder_that_is_a_whole_model_is_opened(task, tmp_path, case):
     folder = Path(shutil.copytree(task.model, tmp_path / "model"))
     WHOLE[case](folder)
-    assert open_model(str(folder)).get_vocab() == load_tokenizer(task.model).get_vocab()
+    assert check_model(str(folder), longest=8).get_vocab() == load_tokenizer(task.model).get_vocab()
 
 
 @pytest.mark.parametrize("path", ["", "a/b/c", "/nowhere", "runs/x/huggingface", __file__])
 def test_what_is_no_folder_and_no_name_of_the_hub_is_refused(path):
     with pytest.raises(ValueError, match=f"^--model {path}: (there is no such folder|is a file); give the folder of a"):
-        open_model(path)
+        check_model(path, longest=8)
 
 
 def test_eval_takes_quantized_weights_for_an_engine(task, tmp_path):
     folder = Path(shutil.copytree(task.model, tmp_path / "model"))
     config_with(quantization_config=dict(quant_method="gptq", bits=4))(folder)
-    assert open_model(str(folder), is_trained=False).get_vocab() == load_tokenizer(task.model).get_vocab()
+    assert check_model(str(folder), longest=8, is_trained=False).get_vocab() == load_tokenizer(task.model).get_vocab()
 
 
 def test_a_model_whose_files_lack_weights_is_refused(task, tmp_path):
@@ -1378,12 +1378,12 @@ def test_a_model_whose_files_lack_weights_is_refused(task, tmp_path):
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     ranks = Ranks(0, 1, torch.device("cpu"), torch.float32, data_rank=0, data_size=1, group=None, data_group=None)
     with pytest.raises(ValueError, match="--model .* lack 1 of its weights, model.norm.weight among them"):
-        models.load_causal_lm(str(model), ranks)
+        models.load_pretrained(str(model), ranks)
     with pytest.raises(ValueError, match="--model .* lack 1 of its weights, model.norm.weight among them"):
         hf.Engine(str(model), ranks, longest=64)
     tokenizer = load_tokenizer(task.model)
     with pytest.raises(ValueError, match="--prm-model .* lack 1 of its weights, model.norm.weight among them"):
-        models.check_second_model(str(model), tokenizer, LoRA(), longest=64, flag="--prm-model", model=task.model)
+        check_model(str(model), flag="--prm-model", longest=64, policy=task.model, tokenizer=tokenizer)
     with pytest.raises(ValueError, match="--critic-model .* lack 1 of its weights, model.norm.weight among them"):
         check_critic(str(model), tokenizer, LoRA(), policy=task.model, longest=64)
 

@@ -18,6 +18,7 @@ import train_reward
 from extras.judges import RewardModelFlags, reward_model, scalar_models
 from rl.data.batching import plan_micro_batches
 from rl.data.types import Batch, take_rows
+from rl.model.load import load_pretrained
 from rl.model.sharding import BARE, offload, onload, shard
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 
@@ -49,10 +50,11 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def load(path: str, ranks: Ranks, **options) -> nn.Module:
     """The model in float64 as a script loads it; only rank 0 may read the folder's weights."""
+    kind, memory = scalar_models.ScalarModel(), replace(BARE, **options)
     if ranks.is_main:
-        return shard(scalar_models.load_scalar_model(path, ranks, dtype=torch.float64), ranks, replace(BARE, **options))
+        return shard(load_pretrained(path, ranks, kind, dtype=torch.float64), ranks, memory)
     with mock.patch.object(*h.headers_only(AutoModelForSequenceClassification)):
-        return shard(scalar_models.load_scalar_model(path, ranks, dtype=torch.float64), ranks, replace(BARE, **options))
+        return shard(load_pretrained(path, ranks, kind, dtype=torch.float64), ranks, memory)
 
 
 def measure(path: str, batch: Batch, ranks: Ranks) -> dict:

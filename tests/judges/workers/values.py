@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForSequenceClassification
 
-from extras.judges import critic, scalar_models
+from extras.judges import critic
+from extras.lora import LoRA
 from rl.data.batching import plan_micro_batches
 from rl.data.types import Batch, take_rows
 from rl.model import load as models
 from rl.model import sharding
-from rl.model.lora import LoRA
 from rl.model.sharding import Memory
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 
@@ -63,7 +63,7 @@ def backward(model: nn.Module, batch: Batch, rows: Iterable[int], *, max_tokens:
 def load_in_double(path: str, ranks: Ranks) -> nn.Module:
     """`load_critic` in float64; only rank 0 may read the folder's weights."""
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(scalar_models, "load_pretrained", h.load_critic_in_double()))
+        patches.enter_context(mock.patch.object(models, "load_pretrained", h.load_in_double()))
         if not ranks.is_main:
             patches.enter_context(mock.patch.object(*h.headers_only(AutoModelForSequenceClassification)))
         return load_critic(path, ranks)

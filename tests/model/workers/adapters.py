@@ -12,10 +12,10 @@ from helpers_data import update
 from helpers_families import gradients, load_with_adapters, make_them_count
 from objectives import TEMPERATURE, packed_backward
 
+from extras.lora import adapters as lora
 from rl.data.batching import plan_micro_batches
 from rl.data.types import Sampling
 from rl.model import load as models
-from rl.model import lora
 from rl.model.logprobs import fixed_logprobs
 from rl.ranks import init_ranks, shutdown_ranks
 

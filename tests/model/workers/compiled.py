@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from rl.data.batching import collate
 from rl.data.types import Batch, Sample, Sampling
-from rl.model.load import load_causal_lm
+from rl.model.load import load_pretrained
 from rl.model.logprobs import token_logprobs
 from rl.model.sharding import Memory, shard
 from rl.ranks import init_ranks, shutdown_ranks
@@ -52,9 +52,9 @@ def main(path: str, out: str, backend: str = "aot_eager") -> None:
 
     torch.compile = compile_with_backend
     ranks = init_ranks()
-    values, gradients, graphs = run(shard(load_causal_lm(path, ranks), ranks))
+    values, gradients, graphs = run(shard(load_pretrained(path, ranks), ranks))
     assert graphs == [0, 0, 0, 0], graphs
-    compiled = shard(load_causal_lm(path, ranks), ranks, Memory())
+    compiled = shard(load_pretrained(path, ranks), ranks, Memory())
     compiled_values, compiled_gradients, graphs = run(compiled)
     results = {
         "values": (compiled_values - values).abs().max().item(),

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from rl.data.batching import Update, plan_micro_batches
 from rl.data.types import Batch, Sample, Sampling
 from rl.model import sharding
-from rl.model.load import load_causal_lm
+from rl.model.load import load_pretrained
 from rl.model.logprobs import fixed_logprobs
 from rl.model.sharding import BARE, clip_grad_norm, full_tensors, shard
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
@@ -31,9 +31,9 @@ CASE = ("ppo_clip", "token-mean")
 def load(path: str, ranks: Ranks, dtype: torch.dtype, **options) -> torch.nn.Module:
     """The policy as a script loads it; only rank 0 may read the folder's weights."""
     if ranks.is_main:
-        return shard(load_causal_lm(path, ranks, dtype=dtype), ranks, replace(BARE, **options))
+        return shard(load_pretrained(path, ranks, dtype=dtype), ranks, replace(BARE, **options))
     with mock.patch.object(*h.headers_only(AutoModelForCausalLM)):
-        return shard(load_causal_lm(path, ranks, dtype=dtype), ranks, replace(BARE, **options))
+        return shard(load_pretrained(path, ranks, dtype=dtype), ranks, replace(BARE, **options))
 
 
 def take_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -12,12 +12,13 @@ from objectives import TEMPERATURE, packed_backward
 
 from rl.data.order import derive_seed
 from rl.data.types import Completion, Request, Sampling
-from rl.model.load import load_causal_lm, weights_for_engine
+from rl.model.load import load_pretrained, weights_for_engine
 from rl.model.sharding import full_tensors, shard
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.sampling.engines import vllm
 from rl.sampling.engines.flags import Rollout
-from rl.sampling.rollout import check_engine, sample_groups, seeded
+from rl.sampling.groups import sample_groups, seeded
+from rl.sampling.rollout import check_engine
 
 PROMPTS = [[5], [7, 9, 11, 30], list(range(3, 40)), [8] * 9, [60, 61]]
 ROWS = [{"prompt_ids": prompt, "row_index": i} for i, prompt in enumerate(PROMPTS)]
@@ -57,7 +58,7 @@ def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> Non
     ranks = init_ranks()
     flags = Rollout(max_num_seqs=8, tensor_model_parallel_size=int(tensor_parallel_size))
     engine = vllm.Engine(path, ranks, flags, longest=64)
-    policy = shard(load_causal_lm(path, ranks), ranks)
+    policy = shard(load_pretrained(path, ranks), ranks)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     batch = torch.load(batch_file, weights_only=False)
     results = {"tied": policy.config.tie_word_embeddings}

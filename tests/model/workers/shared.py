@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from rl.data.batching import collate, plan_updates, shared_prefix
 from rl.data.types import Batch, Sample, Sampling, take_rows
-from rl.model.load import load_causal_lm
+from rl.model.load import load_pretrained
 from rl.model.logprobs import token_logprobs
 from rl.model.sharding import Memory, shard
 from rl.ranks import init_ranks, shutdown_ranks
@@ -77,7 +77,7 @@ def shared_gradients(
 def main(path: str, batch_file: str, out: str) -> None:
     ranks = init_ranks()
     batch = torch.load(batch_file, weights_only=False)
-    model = shard(load_causal_lm(path, ranks, dtype=torch.float64), ranks, Memory(compile=False))
+    model = shard(load_pretrained(path, ranks, dtype=torch.float64), ranks, Memory(compile=False))
     [update] = plan_updates(
         batch.lengths.tolist(),
         shared=shared_prefix(batch).tolist(),

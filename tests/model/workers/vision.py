@@ -10,11 +10,11 @@ import helpers_vision as vision
 import torch
 from helpers_families import gradients
 
+from extras.lora import LoRA
 from rl.data.batching import collate
 from rl.data.types import Sample, take_rows
 from rl.model import load as models
 from rl.model.logprobs import token_logprobs
-from rl.model.lora import LoRA
 from rl.model.sharding import Memory, backward
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 
@@ -41,7 +41,7 @@ def weights_of(shape: torch.Size) -> torch.Tensor:
 def measure(model: str, rows: Path, ranks: Ranks, lora: LoRA, **memory: object) -> tuple[bool, torch.Tensor, dict]:
     """Whether it runs padded, log-probs (B, T) of this rank's rows, and whole gradients."""
     batch = collate(responses(vision.encoded(model, rows)))
-    policy = models.load_policy(model, ranks, lora, Memory(compile=False, **memory), longest=128)
+    policy = models.load_model(model, ranks, lora, Memory(compile=False, **memory), longest=128)
     logp, weight = torch.zeros(batch.response_mask.shape), weights_of(batch.response_mask.shape)
     plan = PLANS[ranks.size][ranks.rank]
     for micro in plan:

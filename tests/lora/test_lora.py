@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_model
 
 import train_grpo
+from extras.lora import adapters as lora
 from rl.data.types import Sampling
 from rl.flags import build
 from rl.model import load as models
-from rl.model import lora, sharding
+from rl.model import sharding
 from rl.model.logprobs import run_packed, token_logprobs
 from rl.run import export
 from rl.run.arguments import check
@@ -190,13 +191,13 @@ def test_layers_whose_weights_are_taken_without_a_call_are_refused(world, tmp_pa
     with pytest.raises(ValueError, match="takes the weights of dt_proj without .* such as in_proj out_proj x_proj$"):
         load_with_adapters(path, world)
     others = ("in_proj", "x_proj", "out_proj")
-    assert load_with_adapters(path, world, target_modules=others).lora.targets == others
+    assert load_with_adapters(path, world, target_modules=others).packed.families[-1].targets == others
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_while_a_model_is_sharded_no_layer_is_held_whole_any_longer(lora_rank, tiny_model, world, monkeypatch):
     """Or a model that fits a GPU in shards only would not get there."""
-    model, alive = models.load_causal_lm(tiny_model, world), []
+    model, alive = models.load_pretrained(tiny_model, world), []
     if lora_rank:
         lora.add(model, lora.LoRA(lora_rank=lora_rank), path=tiny_model, seed=0)
     first = [weakref.ref(x) for x in model.model.layers[0].parameters() if x.requires_grad]
@@ -328,7 +329,7 @@ def test_weights_that_come_without_their_adapters_are_an_error(policy, world, lo
 
 
 def test_the_hash_of_a_base_is_of_names_and_values(tiny_model, world):
-    model = models.load_causal_lm(tiny_model, world).bfloat16()
+    model = models.load_pretrained(tiny_model, world).bfloat16()
     first = lora.hash_of(model)
     assert lora.hash_of(model.float()) == first  # the same values in more bits
     with torch.no_grad():

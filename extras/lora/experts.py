@@ -2,7 +2,7 @@
 
     y = W_e x + B_e A_e x * alpha / r        W (E, out, in) is frozen; A (E, r, in) begins random, B (E, out, r) as zero
 
-rl/model/lora.py is about linear layers, and has what both have in common.
+adapters.py is about linear layers, and has what both have in common.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""PEFT computes, learns and merges what rl/model/lora.py does, and loads the adapters that a run saves."""
+"""PEFT computes, learns and merges what extras/lora does, and loads the adapters that a run saves."""
 
 import json
 from pathlib import Path
@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_model
 
 from extras.engines import hf
-from extras.judges import scalar_models
+from extras.judges import model_to_score, scalar_models
+from extras.lora import adapters as lora
 from rl.data.types import Sampling
 from rl.model import load as models
-from rl.model import lora
 from rl.model.sharding import Memory
 from rl.sampling.engines.flags import Rollout
-from rl.sampling.rollout import check_engine, sample_groups
+from rl.sampling.groups import sample_groups
+from rl.sampling.rollout import check_engine
 
 CASE = ("ppo_clip", "token-mean")
 SAMPLING = Sampling(n=2, temperature=0.7, max_tokens=12)
@@ -40,7 +41,9 @@ def policy(tiny_model, world):
 def folder(policy, tmp_path_factory):
     """The adapters as a checkpoint has them."""
     folder = tmp_path_factory.mktemp("peft") / "adapter"
-    lora.write(folder, policy, {name: x.detach().full_tensor() for name, x in learning(policy).items()})
+    lora.write(
+        folder, policy.packed.families[-1], {name: x.detach().full_tensor() for name, x in learning(policy).items()}
+    )
     return folder
 
 
@@ -112,15 +115,14 @@ def test_gradients_are_pefts(tiny_model, policy, folder, batch):
 
 
 def test_peft_loads_a_reward_model_with_its_head(tiny_model, batch, world, tmp_path):
-    def head(weight):
-        scalar_models.random_head(weight, seed=3)
-
-    model = make_them_count(
-        scalar_models.load_trained(
-            tiny_model, world, lora.LoRA(lora_rank=4), Memory(compile=False), new_head=head, longest=64, seed=0
-        )
+    options = dict(kind=model_to_score(3), longest=64, seed=0)
+    model = models.load_model(tiny_model, world, lora.LoRA(lora_rank=4), Memory(compile=False), **options)
+    make_them_count(model)
+    lora.write(
+        tmp_path / "adapter",
+        model.packed.families[-1],
+        {name: x.detach().full_tensor() for name, x in learning(model).items()},
     )
-    lora.write(tmp_path / "adapter", model, {name: x.detach().full_tensor() for name, x in learning(model).items()})
     base = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1, dtype=torch.float32)
     base.config.pad_token_id = None  # so that it scores the last token
     theirs = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()

@@ -17,9 +17,10 @@ import train_dapo
 import train_grpo
 import train_ppo
 import train_reward
+from extras.lora import adapters as lora
 from rl.flags import build
 from rl.model import load as models
-from rl.model import lora, sharding
+from rl.model import sharding
 from rl.run.checkpoint_files import list_steps
 
 pytestmark = pytest.mark.usefixtures("runs_here")

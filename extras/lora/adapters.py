@@ -16,60 +16,66 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from extras import images
-from extras.families import tower_of
-from rl.flags import AtLeast1, FewOr0, Needs, NotNegative
-from rl.model import lora_experts
-from rl.model.lora_experts import ExpertAdapter
+from extras.families import auto_class, tower_of
+from extras.lora import ALL, LoRA, experts
+from extras.lora.experts import ExpertAdapter
+from rl.model.family import Family
 
-ALL = "all-linear"
 PARTS = ("lora_A", "lora_B")
 EXPERT_NAMES = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")  # of PEFT, one expert's linear layers
 
 
-@dataclass(frozen=True)
-class LoRA:
-    """what learns: with LoRA small matrices beside frozen weights"""
+@dataclass
+class Adapters(Family):
+    """The family of a model that has adapters."""
 
-    lora_rank: FewOr0 = 0  # train adapters of this rank, with about ten times the learning rates; 0: train all weights
-    # what adapters add to a layer is multiplied by --lora-alpha / --lora-rank
-    lora_alpha: Annotated[AtLeast1, Needs("lora_rank")] = 32
-    # linear layers that get adapters, by the ends of their names, such as q_proj v_proj; all-linear: all but the head
-    target_modules: Annotated[tuple[str, ...], Needs("lora_rank")] = (ALL,)
-    lora_experts: Annotated[bool, Needs("lora_rank")] = False  # mixtures of experts: adapters for each expert too
-    # mixtures of experts: weight of the loss that evens out what experts have to do, whose gradient `token_logprobs`
-    # adds; also without LoRA
-    router_aux_loss_coef: NotNegative = 0.0
-    freeze_vision_tower: bool = True  # what a model sees images with stays as it is; also without LoRA
-
-    def check(self, flags: Mapping[str, Any]) -> None:
-        """Raise ValueError if other flags of the run, which are in `flags` by name, exclude adapters."""
-        if self.lora_rank and (steps := flags.get("ref_update_steps")):
-            raise ValueError(
-                f"--ref-update-steps {steps}: with --lora-rank {self.lora_rank} the reference is the policy without "
-                "its adapters, which stays as it is; leave one of them out"
-            )
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """A model's attribute `lora`."""
-
+    model: nn.Module
     rank: int
     alpha: int
     targets: tuple[str, ...]  # last parts of the names of the layers that have them
     base: str  # id or folder of the model without adapters
     base_sha256: str  # of its weights; on rank 0 only
-    experts: bool = False  # whether experts have adapters too
+    has_expert_adapters: bool = False
+
+    def tested(self, flag: str) -> contextlib.AbstractContextManager[None]:
+        """See `watched`."""
+        return watched(self.model, flag=flag)
+
+    def reference(self) -> "Base":
+        """The model without its adapters."""
+        return Base(self.model)
+
+    def is_added(self, name: str) -> bool:
+        """Adapters are in no file of the model."""
+        return is_adapter(name)
+
+    def exported(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """See `merged`."""
+        return merged(self.model, named_tensors)
+
+    def save(self, folder: pathlib.Path, suffix: str, weights: dict[str, Tensor]) -> dict[str, str]:
+        """Write adapter/ for PEFT. A checkpoint remembers the model that the adapters stand beside."""
+        write(folder / f"adapter{suffix}", self, weights)
+        return {"base": self.base, "base_sha256": self.base_sha256}
+
+    def check_saved(self, record: dict[str, str], path: pathlib.Path) -> None:
+        """Raise ValueError if the adapters in the checkpoint `path` stood beside other weights than these."""
+        if self.base_sha256 and self.base_sha256 != (then := record["base_sha256"]):  # rank 0 knows the hash
+            raise ValueError(
+                f"the adapters in {path} were trained beside other weights than those of {self.base} (sha256 was "
+                f"{then}, is {self.base_sha256}): restore these, or choose another --experiment-name to start anew"
+            )
 
 
 class Adapted(nn.Linear):
@@ -119,30 +125,58 @@ def layers_of(
         raise ValueError(f"--target-modules names no layer; give all-linear, or some of {kinds}")
     if list(targets) == [ALL]:
         return linear
-    found = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
-    if absent := [target for target, names in found.items() if not names]:
+    meant = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
+    if absent := [target for target, names in meant.items() if not names]:
         problem = f"no linear layer of {flag}, apart from its head, is called so"
         raise ValueError(f"--target-modules {absent[0]}: {problem}; give all-linear alone, or some of {kinds}")
-    return [name for name in linear if any(name in names for names in found.values())]
+    return [name for name in linear if any(name in names for names in meant.values())]
 
 
-def add(model: nn.Module, lora: LoRA, *, path: str, seed: int, hashed: bool = False) -> None:
+def adapted_layers(model: nn.Module, lora: LoRA, *, flag: str) -> set[nn.Module]:
+    """The modules of a model that the flags give adapters. Raises ValueError as `layers_of`."""
+    names = layers_of(model, lora.target_modules, freeze_vision_tower=lora.freeze_vision_tower, flag=flag)
+    names += experts.experts_of(model) if lora.lora_experts else []
+    return {model.get_submodule(name) for name in names}
+
+
+def check_model(lora: LoRA, path: str, model_class: Any = None, *, flag: str) -> None:
+    """Raise ValueError, from the config of the model in `path` alone: as `layers_of` if the flags ask for adapters, and
+    for --no-freeze-vision-tower if the model sees no images. `model_class` is that of transformers which loads it, by
+    default that of a policy.
+    """
+    if not lora.freeze_vision_tower:
+        images.check_tower_has_images()
+    if lora.lora_rank == 0:
+        return
+    with torch.device("meta"):
+        model = (model_class or auto_class(path)).from_config(AutoConfig.from_pretrained(path))
+    adapted_layers(model, lora, flag=f"{flag} {path}")
+    if lora.lora_experts:
+        experts.check(model, lora.lora_rank, flag=f"{flag} {path}")
+
+
+def add(model: nn.Module, lora: LoRA, *, path: str, seed: int, hashed: bool = False) -> Adapters:
     """Freeze a model on the host, with weights from `path`, and give it adapters that add nothing yet, in float32 at
-    least. `seed` is that of A; `hashed`: take the hash of the weights. Raises ValueError as `layers_of`.
+    least. A score head beside them learns as a whole. Returns: their family.
+
+    `seed` is that of A; `hashed`: take the hash of the weights. Raises ValueError as `layers_of`.
     """
     base_sha256 = hash_of(model) if hashed else ""
     names = layers_of(model, lora.target_modules, freeze_vision_tower=lora.freeze_vision_tower)
     generator = torch.Generator().manual_seed(seed)
-    experts = lora_experts.experts_of(model) if lora.lora_experts else []
+    with_experts = experts.experts_of(model) if lora.lora_experts else []
     model.requires_grad_(False)
     for name in names:
         layer = Adapted(model.get_submodule(name), lora.lora_rank, lora.lora_alpha / lora.lora_rank, generator)
         model.set_submodule(name, layer)
-    for name in experts:
-        lora_experts.adapt(model.get_submodule(name), lora.lora_rank, lora.lora_alpha / lora.lora_rank, generator)
+    for name in with_experts:
+        experts.adapt(model.get_submodule(name), lora.lora_rank, lora.lora_alpha / lora.lora_rank, generator)
+    if not model.can_generate():
+        head = model.score.weight
+        model.score.to(torch.promote_types(head.dtype, torch.float32)).requires_grad_(True)
     kinds = tuple(sorted({name.rpartition(".")[2] for name in names}))
     targets = kinds if list(lora.target_modules) == [ALL] else lora.target_modules
-    model.lora = Adapters(lora.lora_rank, lora.lora_alpha, targets, path, base_sha256, lora.lora_experts)
+    return Adapters(model, lora.lora_rank, lora.lora_alpha, targets, path, base_sha256, lora.lora_experts)
 
 
 def hash_of(model: nn.Module) -> str:
@@ -207,14 +241,14 @@ def merged(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> Ite
     becomes bfloat16 by `rounded`, or another type of W by the nearest number. Other tensors pass. Raises RuntimeError
     if W, A or B of a layer has not come at the end.
     """
-    found = {name: x.scaling for name, x in model.named_modules() if isinstance(x, ADAPTED)}
-    scaling = {name.removesuffix(lora_experts.SUFFIX): x for name, x in found.items()}
+    layers = {name: x for name, x in model.named_modules() if isinstance(x, ADAPTED)}
+    scaling = {name.removesuffix(experts.SUFFIX): x.scaling for name, x in layers.items()}
     parts: dict[str, dict[str, Tensor]] = {name: {} for name in scaling}
     for name, x in named_tensors:
         layer, _, part = name.removesuffix(".weight").rpartition(".")
         if part not in PARTS:
             layer, part = name.removesuffix(".weight"), "weight"
-        layer = layer.removesuffix(lora_experts.SUFFIX)
+        layer = layer.removesuffix(experts.SUFFIX)
         if layer not in parts:
             yield name, x
             continue
@@ -246,21 +280,31 @@ def rounded(x: Tensor) -> Tensor:
     return upper.masked_fill_(x.isnan(), torch.nan).bfloat16()
 
 
-def write(folder: pathlib.Path, model: nn.Module, weights: dict[str, Tensor]) -> None:
+def write(folder: pathlib.Path, adapters: Adapters, weights: dict[str, Tensor]) -> None:
     """Write adapter_config.json and adapter_model.safetensors for PEFT, from whole tensors by name on the host."""
     folder.mkdir(parents=True)
-    own, is_lm = model.lora, model.can_generate()
+    is_lm = adapters.model.can_generate()
     # If a model has experts, PEFT takes layers of these names for theirs; it finds the right ones as parameters.
-    renamed = [x for x in own.targets if x.rpartition(".")[2] in EXPERT_NAMES and lora_experts.experts_of(model)]
-    config = dict(peft_type="LORA", task_type="CAUSAL_LM" if is_lm else "SEQ_CLS", base_model_name_or_path=own.base)
-    experts = [f"experts.{weight}" for weight in lora_experts.WEIGHTS] if own.experts else []
-    if parameters := experts + [f"{name}.weight" for name in renamed]:
-        config |= dict(target_parameters=parameters)
-    config |= dict(r=own.rank, lora_alpha=own.alpha, target_modules=[x for x in own.targets if x not in renamed])
-    config |= dict(modules_to_save=None if is_lm else ["score"], lora_dropout=0.0, bias="none")
-    config |= dict(fan_in_fan_out=False, inference_mode=True)
+    has_experts = bool(experts.experts_of(adapters.model))
+    renamed = [x for x in adapters.targets if has_experts and x.rpartition(".")[2] in EXPERT_NAMES]
+    parameters = [f"experts.{weight}" for weight in experts.WEIGHTS] if adapters.has_expert_adapters else []
+    parameters += [f"{name}.weight" for name in renamed]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if is_lm else "SEQ_CLS",
+        "base_model_name_or_path": adapters.base,
+        **({"target_parameters": parameters} if parameters else {}),
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "target_modules": [x for x in adapters.targets if x not in renamed],
+        "modules_to_save": None if is_lm else ["score"],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
     saved = {name: x for name, x in weights.items() if is_adapter(name) or name == "score.weight"}
-    saved = dict(itertools.starmap(lora_experts.for_peft, saved.items()))
+    saved = dict(itertools.starmap(experts.for_peft, saved.items()))
     saved = {f"base_model.model.{name}": x.contiguous() for name, x in saved.items()}
     save_file(saved, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,70 @@
+"""LoRA: small matrices learn beside the weights of a model, which stay as they are.
+
+`LoRA` is the group of flags about what learns. The core knows it as an `rl.model.family.Learning`, and a model with
+adapters has a family that stands in adapters.py; experts.py adds adapters to the experts of a mixture.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from rl.flags import AtLeast1, FewOr0, Needs, NotNegative
+
+ALL = "all-linear"
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """what learns: with LoRA small matrices beside frozen weights"""
+
+    lora_rank: FewOr0 = 0  # train adapters of this rank, with about ten times the learning rates; 0: train all weights
+    # what adapters add to a layer is multiplied by --lora-alpha / --lora-rank
+    lora_alpha: Annotated[AtLeast1, Needs("lora_rank")] = 32
+    # linear layers that get adapters, by the ends of their names, such as q_proj v_proj; all-linear: all but the head
+    target_modules: Annotated[tuple[str, ...], Needs("lora_rank")] = (ALL,)
+    lora_experts: Annotated[bool, Needs("lora_rank")] = False  # mixtures of experts: adapters for each expert too
+    # mixtures of experts: weight of the loss that evens out what experts have to do, whose gradient `token_logprobs`
+    # adds; also without LoRA
+    router_aux_loss_coef: NotNegative = 0.0
+    freeze_vision_tower: bool = True  # what a model sees images with stays as it is; also without LoRA
+
+    def check(self, flags: Mapping[str, Any]) -> None:
+        """Raise ValueError if other flags of the run, which are in `flags` by name, exclude adapters."""
+        if self.lora_rank and (steps := flags.get("ref_update_steps")):
+            raise ValueError(
+                f"--ref-update-steps {steps}: with --lora-rank {self.lora_rank} the reference is the policy without "
+                "its adapters, which stays as it is; leave one of them out"
+            )
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the weights in a model's files stay as they are, and adapters learn beside them."""
+        return self.lora_rank > 0
+
+    def check_model(self, path: str, auto_class: Any = None, *, flag: str = "--model") -> None:
+        """Raise ValueError, from the config alone, if the model in `path`, which `flag` has named, cannot learn as
+        these flags say. See `adapters.check_model`.
+        """
+        if self.lora_rank or not self.freeze_vision_tower:
+            from extras.lora import adapters
+
+            adapters.check_model(self, path, auto_class, flag=flag)
+
+    def apply(self, model: Any, *, path: str, seed: int, ranks: Any) -> None:
+        """Freeze what does not learn of a model on the host, and add adapters. See `adapters.add` and `Learning`."""
+        if self.lora_rank:
+            from extras.lora import adapters
+
+            family = adapters.add(model, self, path=path, seed=seed, hashed=ranks.is_main)
+            model.packed = replace(model.packed, families=(*model.packed.families, family))
+        elif self.freeze_vision_tower:
+            from extras.families import freeze_tower
+
+            freeze_tower(model, ranks.dtype)
+
+
+def adapted_layers(model: Any, flags: LoRA, *, flag: str) -> set[Any]:
+    """The modules of a model that get adapters. Raises ValueError as `adapters.layers_of`."""
+    from extras.lora import adapters
+
+    return adapters.adapted_layers(model, flags, flag=flag)

@@ -1,0 +1,80 @@
+"""From rows to groups of samples: `sample_groups`."""
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rl.console import progress
+from rl.data.encode import stop_token_ids
+from rl.data.types import Sample, Sampling
+from rl.sampling.engines.base import Engine
+from rl.sampling.flags import Decoding
+from rl.sampling.rollouts import Partner, Rollouts
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the global random generators that engines draw from, and restore them afterwards.
+
+    vLLM's newer sampler on the GPU takes its seeds from numpy. Ranks that share an engine must give the same seed.
+    (A seed for each request would cost vLLM's older sampler one kernel launch a sequence a token.)
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        state = np.random.get_state()
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(state)
+
+
+def sampling_settings(
+    decoding: Decoding, model: str, tokenizer: PreTrainedTokenizerBase, *, n: int, max_tokens: int
+) -> Sampling:
+    """How an engine samples n responses to each prompt; they end with any token that ends a turn of the model."""
+    stops = stop_token_ids(model, tokenizer)
+    return Sampling(n, decoding.temperature, decoding.top_p, decoding.top_k, decoding.min_p, max_tokens, stops)
+
+
+def sample_groups(
+    engine: Engine,
+    rows: Sequence[dict],
+    sampling: Sampling | Sequence[Sampling],
+    on_group: Callable[[dict, list[Sample]], Any] | None = None,
+    partner: Partner | None = None,
+    *,
+    seed: int,
+) -> tuple[list[Sample], list[Any]]:
+    """`sampling.n` samples for each row (a dict with `prompt_ids` and `row_index`).
+
+    Args:
+        rows: this rank's prompts; other ranks may have more or fewer, or none.
+        sampling: of all rows, or one for each of them.
+        on_group: `on_group(row, samples)` is called for each row when its samples are complete, while others are still
+            sampled, such as `Scorer.submit`.
+        partner: which answers the policy, so that a sample may have several turns.
+        seed: with the same seed, rows and weights the samples are the same. See `seeded`, and with a partner
+            `Rollouts`.
+
+    Returns: the samples, groups side by side in the order of the rows; and what `on_group` has returned for each row.
+    Both are incomplete if the run was asked to stop: call `run.exit_if_asked` then. Raises RuntimeError naming the row
+    if the engine returns anything but each response once, with a finite log-prob for every token.
+    """
+    ways = [sampling] * len(rows) if isinstance(sampling, Sampling) else sampling
+    rollouts, handed = Rollouts(engine, partner, seed=seed), {}
+    row_of: dict[Hashable, dict] = dict(enumerate(rows))
+    with seeded(seed, engine.device), progress("generate", [], total=len(rows)) as bar:
+        for i, (row, way) in enumerate(zip(rows, ways, strict=True)):
+            rollouts.start(i, row, way)
+        for i, samples in rollouts.run():
+            bar.update()
+            handed[i] = samples, on_group(row_of[i], samples) if on_group is not None else None
+        if rollouts.is_open():  # the run was asked to stop
+            rollouts.abandon()
+        rollouts.check_complete()
+    return [s for i in sorted(handed) for s in handed[i][0]], [handed[i][1] for i in sorted(handed)]
