@@ -27,7 +27,7 @@ from rl.console import progress
 from rl.data.batching import collate, plan_updates
 from rl.data.order import prompts_for_step
 from rl.data.prompts import Files, count_steps
-from rl.data.types import Batch, take_rows
+from rl.data.types import Batch, Evaluation, take_rows
 from rl.flags import AtLeast1, Count, Every, Free, NotNegative, Positive, Share
 from rl.formulas import schedule
 from rl.model.load import load_model
@@ -36,7 +36,6 @@ from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
 from rl.run.arguments import LoggingSupervised, Supervised, check, parse
 from rl.run.run import Run
-from rl.sampling.evaluation import Evaluation
 
 
 @dataclass(frozen=True)
@@ -82,40 +81,35 @@ def main(args: Args) -> dict[str, float]:
         policy.parameters(), lr=args.lr, betas=(0.9, args.beta2), weight_decay=args.weight_decay, fused=True
     )
     # What is exported stops where the data ends its answers.
-    run.resume({"actor": (policy, optimizer)}, about=f"{args.train_batch_size} rows a step of {len(train)}", data=train)
+    run.begin({"actor": (policy, optimizer)}, data=train)
     # Divides rows into micro-batches of at most so many tokens; all ranks have equally many.
     plan = partial(plan_updates, max_tokens=run.memory.max_token_len_per_gpu, ranks=ranks)
-    step_metrics, val_metrics = {}, {}
 
-    for step in progress("sft", range(run.start, total_steps + 1)):  # the last round only evaluates
-        # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(). A step that has changed weights is finished first.
-        clock = run.save_and_begin(step)
+    def evaluate() -> Evaluation:
+        """The same loss on held-out rows, without gradients."""
+        held_out = collate(val)
+        updates = plan(held_out.lengths.tolist(), mini_batch_size=len(val))
+        logp = fixed_logprobs(policy, held_out, updates)  # (B, T), 0 in rows of other ranks
+        total = ranks.all_reduce_sum(logp.sum().to(ranks.device)).item()
+        return Evaluation({"val/loss": -total / count_learned(held_out)}, [])
 
-        # 1. Evaluate: the same loss on held-out rows, without gradients.
-        if val and run.evaluation_is_due(step):
-            held_out = collate(val)
-            updates = plan(held_out.lengths.tolist(), mini_batch_size=len(val))
-            logp = fixed_logprobs(policy, held_out, updates)  # (B, T), 0 in rows of other ranks
-            total = ranks.all_reduce_sum(logp.sum().to(ranks.device)).item()
-            evaluation = Evaluation({"val/loss": -total / count_learned(held_out)}, [])
-            val_metrics = run.log_evaluation(step, evaluation)
-            clock("testing")
-        if step == total_steps:
-            break
+    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
+    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    for step in progress("sft", run.steps(), total_steps - run.first_step):
+        if run.evaluation_is_due():
+            run.evaluate(evaluate)
 
-        # 2. Batch: a pure function of (seed, step). All ranks have all rows, and `update` says which rows are whose.
+        # 1. Batch: a pure function of (seed, step). All ranks have all rows, and `update` says which rows are whose.
         samples = prompts_for_step(train, step, args.train_batch_size, args.seed)  # B
         batch = collate(samples)  # (B, T)
         [update] = plan(batch.lengths.tolist(), mini_batch_size=len(samples))
-        clock("data")
+        run.may_stop_after("data")
 
-        # 3. Update. The denominator counts the whole batch, so gradients of micro-batches and ranks add up.
+        # 2. Update. The denominator counts the whole batch, so gradients of micro-batches and ranks add up.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
         num_tokens, means = count_learned(batch), metrics.Means(ranks)
-        for micro_rows in update.micro_batches:
-            run.exit_if_asked()
+        for micro_rows in run.micro_batches(update):
             micro = take_rows(batch, micro_rows, ranks.device)  # (b, t): cut to their longest row
             logp, _ = token_logprobs(policy, micro)
             loss = (-logp * micro.response_mask).sum() / num_tokens
@@ -128,16 +122,20 @@ def main(args: Args) -> dict[str, float]:
             )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        clock("update")
+        run.may_stop_after("update")
 
-        # 4. Report.
+        # 3. Report.
         total_tokens = batch.lengths.sum().item()
-        found = {"train/grad_norm": norm, "train/lr": lr, "train/global_tokens": float(total_tokens)}
-        shown = step + 1 == total_steps or (args.logging.log_freq > 0 and (step + 1) % args.logging.log_freq == 0)
-        step_metrics = run.log_step(step + 1, means.reduce() | found, tokens=total_tokens, shown=shown)
+        step_metrics = means.reduce() | {
+            "train/grad_norm": norm,
+            "train/lr": lr,
+            "train/global_tokens": float(total_tokens),
+        }
+        run.log_step(step_metrics, tokens=total_tokens)
 
-    run.close()
-    return step_metrics | val_metrics
+    if run.evaluation_is_due():  # of the last policy
+        run.evaluate(evaluate)
+    return run.close()
 
 
 if __name__ == "__main__":

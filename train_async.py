@@ -21,6 +21,7 @@ of age a. docs/train_async.md explains all of this in more detail.
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -96,37 +97,29 @@ def main(args: Args) -> dict[str, float]:
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.use_kl_loss else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
-    run.resume({"actor": (policy, optimizer)}, engine=samplers, about=about, scorer=scorer)
-    step_metrics, val_metrics = {}, {}
+    run.begin({"actor": (policy, optimizer)}, engine=samplers, scorer=scorer)
 
-    for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(). A step that has changed weights is finished first.
-        clock = run.save_and_begin(step, state=samplers.state())
-
+    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
+    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    for step in run.steps(samplers.state):
         # 1. Weights and prompts: the samplers get the policy's weights, and as many prompts as staleness allows. A
         # prompt is a pure function of the seed and its number. A step trains on the P next ones, whoever ends first.
         samplers.push(step, weights_for_engine(policy, ranks))
-        clock("update_weights")
-        if evaluation_is_due := run.evaluation_is_due(step):
+        run.may_stop_after("update_weights")
+        if run.evaluation_is_due():
             samplers.start_evaluation(val_rows, args.validation)
-        if step == total_steps:
-            break
 
         # 2. Rollouts: wait for G responses to each of the P prompts; most were sampled while the last step trained.
         rows, own_samples, tickets = samplers.take()  # samples are on rank 0; phase 4 divides them among the ranks
-        run.exit_if_asked()
-        clock("gen")
+        run.may_stop_after("gen")
 
         # 3. Rewards: other processes have been scoring since a group was complete. Then all ranks get the scores and
         # lengths of the whole step.
         own_scores = scorer.collect(tickets)
-        run.exit_if_asked()
+        run.may_stop_after("reward")
         responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
         raise_if_failing(responses, args.rewards.reward_max_error_frac)
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
-        clock("reward")
 
         # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
         # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
@@ -138,16 +131,16 @@ def main(args: Args) -> dict[str, float]:
             ranks=ranks,
             version=step,
         )  # (b, T); with ages, if a token is older than these weights
-        clock("batch")
+        run.may_stop_after("batch")
 
         # 5. Log-probs that stay fixed while the policy changes. With one update a step, those of the policy that starts
         # it are not needed here: they are l in phase 7.
         if num_updates > 1 and args.proximal_policy == "recomputed":
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
-            clock("old_log_prob")
+            run.may_stop_after("old_log_prob")
         if reference is not None:
             batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, sampling=sampling))
-            clock("ref")
+            run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
         # 6. Advantages: how much better than its group was each response? All its tokens get this number. Only scored
@@ -156,7 +149,7 @@ def main(args: Args) -> dict[str, float]:
         advantages_PG = ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
         # batch.rows (b,): which of the B responses this rank trains on.
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
-        clock("adv")
+        run.may_stop_after("adv")
 
         # 7. Updates: one for each mini-batch; its micro-batches only save memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
@@ -165,8 +158,7 @@ def main(args: Args) -> dict[str, float]:
         for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
             # The mini-batch's tokens on all ranks: divided by these, gradients of micro-batches and ranks just add up.
             num_tokens = max(update.num_tokens, 1)
-            for micro_rows in update.micro_batches:
-                run.exit_if_asked()
+            for micro_rows in run.micro_batches(update):
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', T'): cut to their longest row
                 # mask: 1 for sampled tokens of scored responses
                 A, mask, proximal = micro.advantages, micro.response_mask, args.proximal_policy
@@ -204,7 +196,7 @@ def main(args: Args) -> dict[str, float]:
                 means.between_policies(micro, logp, old_logp, weights, proximal)
             if not norms:  # the last moment in which the policy has the weights that were pushed
                 samplers.verify(policy, args.rollout)
-                run.exit_if_asked()
+                run.may_stop_after("update_actor")
             norm = clip_grad_norm(policy, args.grad_clip)
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()
@@ -212,18 +204,15 @@ def main(args: Args) -> dict[str, float]:
                 run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
             optimizer.zero_grad(set_to_none=True)
             norms.append({"actor": norm})
-        clock("update_actor")
+        run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
         # Held-out prompts were answered beside all this, by the weights that the step began with.
-        if evaluation_is_due:
-            evaluation = samplers.evaluate(args.validation)
-            run.exit_if_asked()
-            val_metrics = run.log_evaluation(step, evaluation)
-            clock("testing")
+        if run.evaluation_is_due():
+            run.evaluate(partial(samplers.evaluate, args.validation))
 
         # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
-        found = {
+        step_metrics = {
             **metrics.of_sampled(responses, rows, args.rollout_n),
             **metrics.describe("critic/rewards", scores_PG),
             **metrics.describe("critic/advantages", advantages_PG[scores_PG.isfinite()]),
@@ -232,16 +221,14 @@ def main(args: Args) -> dict[str, float]:
             **samplers.metrics(),
             "actor/lr": lr,
         }
-        step_metrics = run.log_step(step + 1, found, responses=responses, batch=batch)
+        run.log_step(step_metrics, responses=responses, batch=batch)
         run.log_samples(own_samples, own_scores, batch)
-        # 9. Checkpoint: save_and_begin of the next round saves.
 
-    if evaluation_is_due:
-        evaluation = samplers.evaluate(args.validation)
-        run.exit_if_asked()
-        val_metrics = run.log_evaluation(total_steps, evaluation)
-    run.close(scorer, samplers)
-    return step_metrics | val_metrics
+    samplers.push(total_steps, weights_for_engine(policy, ranks))
+    if run.evaluation_is_due():  # of the last policy
+        samplers.start_evaluation(val_rows, args.validation)
+        run.evaluate(partial(samplers.evaluate, args.validation))
+    return run.close(scorer, samplers)
 
 
 if __name__ == "__main__":

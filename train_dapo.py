@@ -23,7 +23,8 @@ Shapes are those of train_grpo.py. docs/train_dapo.md explains the four changes 
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -103,6 +104,11 @@ def validate(args: Args) -> None:
         )
     if args.filter_groups and args.rollout_n < 2:
         raise ValueError("--rollout-n 1 leaves no group with a spread; raise it, or set --no-filter-groups")
+    if (size := args.gen_batch_size) and (rounds := args.max_num_gen_batches) and size * rounds < args.train_batch_size:
+        raise ValueError(
+            f"--gen-batch-size {size} in --max-num-gen-batches {rounds} rounds cannot fill --train-batch-size "
+            f"{args.train_batch_size}; raise one of the first two"
+        )
 
 
 def main(args: Args) -> dict[str, float]:
@@ -111,9 +117,8 @@ def main(args: Args) -> dict[str, float]:
     validate(args)
     tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args)
     round_size = args.gen_batch_size or args.train_batch_size  # prompts
-    if round_size > len(train_rows):
-        rows = f"{len(train_rows)} rows of the training data"
-        raise ValueError(f"--gen-batch-size {round_size} is more than the {rows}; lower it")
+    if round_size > (n := len(train_rows)):
+        raise ValueError(f"--gen-batch-size {round_size} is more than the {n} rows of the training data; lower it")
     if args.filter_groups_metric != "score":
         scorer.require_components([args.filter_groups_metric], flag="--filter-groups-metric")
     rows_by_index = ByIndex(train_rows)
@@ -127,31 +132,25 @@ def main(args: Args) -> dict[str, float]:
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
-    run.resume({"actor": (policy, optimizer)}, engine=engine, about=about, scorer=scorer)
+    run.begin({"actor": (policy, optimizer)}, engine=engine, scorer=scorer)
     in_flight = InFlight(args.decoding, train_rows, round_size, ranks, run.states, args.seed)
     drawn = run.state.get("drawn", 0)  # rounds of sampling since the run began
-    saved = [state.get("surplus", []) for state in run.states]  # groups of earlier steps; [] in a new run
-    waiting = waiting_groups.from_states(saved, rows_by_index, args.rollout_n, ranks)
-    step_metrics, val_metrics = {}, {}
+    surplus = [state.get("surplus", []) for state in run.states]  # groups of earlier steps; [] in a new run
+    waiting = waiting_groups.from_states(surplus, rows_by_index, args.rollout_n, ranks)
+    held_out = partial(evaluate, engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
 
-    for step in range(run.start, total_steps + 1):  # the last iteration only evaluates
-        # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(). A step that has changed weights is finished first.
-        state = {"drawn": drawn, "surplus": waiting_groups.to_state(waiting)}
-        clock = run.save_and_begin(step, state=state | in_flight.state())
+    def loop_state() -> dict[str, Any]:
+        return {"drawn": drawn, "surplus": waiting_groups.to_state(waiting)} | in_flight.state()
 
+    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
+    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    for step in run.steps(loop_state):
         # Give the engine the policy's weights. It keeps them until the batch is full.
         engine.wake()
         engine.update_weights(weights_for_engine(policy, ranks))
-        clock("update_weights")
-        if run.evaluation_is_due(step):
-            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
-            run.exit_if_asked()
-            val_metrics = run.log_evaluation(step, evaluation)
-            clock("testing")
-        if step == total_steps:
-            break
+        run.may_stop_after("update_weights")
+        if run.evaluation_is_due():
+            run.evaluate(held_out)
 
         # Dynamic sampling: phases 1 to 3 are a round, and rounds go on until P groups are kept.
         groups, num_rounds = waiting, 0  # a group is a list of G responses
@@ -168,13 +167,12 @@ def main(args: Args) -> dict[str, float]:
 
             # 2. Rollouts: sample G responses to each prompt.
             rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=drawn)
-            run.exit_if_asked()
-            clock("gen")
+            run.may_stop_after("gen")
 
             # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get
             # the scores and lengths of the round; tokens stay on the rank that sampled them until phase 4.
             own_scores = scorer.collect(tickets)
-            run.exit_if_asked()
+            run.may_stop_after("reward")
             responses = gather_responses(own_samples, own_scores, rows, ranks)
             raise_if_failing(responses, args.rewards.reward_max_error_frac)
             fresh = [responses[i : i + args.rollout_n] for i in range(0, len(responses), args.rollout_n)]
@@ -184,13 +182,13 @@ def main(args: Args) -> dict[str, float]:
             kept = [x for x, differs in zip(fresh, has_spread, strict=True) if differs or not args.filter_groups]
             groups, sampled = groups + kept, sampled + fresh
             drawn, num_rounds = drawn + 1, num_rounds + 1
-            clock("reward")
+            run.may_stop_after("reward")
         groups, waiting = groups[: args.train_batch_size], groups[args.train_batch_size :]
-        clock("gen")
+        run.may_stop_after("gen")
         engine.sleep()
         # The trainer computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
         check_engine(policy, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
-        clock("verify")
+        run.may_stop_after("verify")
 
         # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
         # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
@@ -207,13 +205,13 @@ def main(args: Args) -> dict[str, float]:
             ranks=ranks,
             version=engine.policy_version,
         )  # (b, T)
-        clock("batch")
+        run.may_stop_after("batch")
 
         # 5. Log-probs that stay fixed while the policy changes: by the policy that starts the step. With one update a
         # step they are not needed: then the policy has not changed yet.
         if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
-            clock("old_log_prob")
+            run.may_stop_after("old_log_prob")
 
         # === algorithm ================================================================================================
         # 6. Advantages: how much better than its group was each response, once long ones have paid?
@@ -225,15 +223,14 @@ def main(args: Args) -> dict[str, float]:
         mean, std = advantages.group_mean_std(rewards_PG)  # (P, 1), of scored responses; 0 and 1 if only one is scored
         advantages_PG = ((rewards_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
-        clock("adv")
+        run.may_stop_after("adv")
 
         # 7. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
         for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
-            for micro_rows in update.micro_batches:
-                run.exit_if_asked()
+            for micro_rows in run.micro_batches(update):
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
                 A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
@@ -269,12 +266,12 @@ def main(args: Args) -> dict[str, float]:
                 run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
             optimizer.zero_grad(set_to_none=True)
             norms.append({"actor": norm})
-        clock("update_actor")
+        run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
         # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
         judged = [r for group in sampled or groups for r in group]  # kept or not
-        found = {
+        step_metrics = {
             **metrics.of_sampled(judged, [rows_by_index[i] for i in {r.row_index for r in judged}], args.rollout_n),
             **metrics.of_lengths(responses),  # of those that it has learned from
             **metrics.describe("critic/rewards", rewards_PG),
@@ -287,12 +284,14 @@ def main(args: Args) -> dict[str, float]:
             "actor/lr": lr,
         }
         generated = sum(r.num_sampled for group in sampled for r in group)
-        step_metrics = run.log_step(step + 1, found, responses=responses, batch=batch, generated=generated)
+        run.log_step(step_metrics, responses=responses, batch=batch, generated=generated)
         run.log_samples(own_samples, own_scores, batch)
-        # 9. Checkpoint: save_and_begin of the next iteration saves.
 
-    run.close(scorer, engine)
-    return step_metrics | val_metrics
+    if run.evaluation_is_due():  # of the last policy
+        engine.wake()
+        engine.update_weights(weights_for_engine(policy, ranks))
+        run.evaluate(held_out)
+    return run.close(scorer, engine)
 
 
 if __name__ == "__main__":

@@ -132,17 +132,14 @@ def main(args: Args) -> dict[str, float]:
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
     teacher = load_teacher(args.teacher, ranks, run.memory, student=args.model, longest=longest)  # empty: a server
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     visiting = teacher if args.teacher.teacher_offload else None  # on the device only while it is asked
-    run.resume({"actor": (policy, optimizer)}, engine=engine, about=about, scorer=scorer, visiting=visiting)
+    run.begin({"actor": (policy, optimizer)}, engine=engine, scorer=scorer, visiting=visiting)
     in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
-    step_metrics, val_metrics = {}, {}
+    held_out = partial(evaluate, engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
 
-    for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(). A step that has changed weights is finished first.
-        clock = run.save_and_begin(step, state=in_flight.state())
-
+    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
+    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    for step in run.steps(in_flight.state):
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed, ahead=in_flight.ahead)  # P
 
@@ -150,29 +147,22 @@ def main(args: Args) -> dict[str, float]:
         # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
         engine.wake()
         engine.update_weights(weights_for_engine(policy, ranks))
-        clock("update_weights")
-        if run.evaluation_is_due(step):
-            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
-            run.exit_if_asked()
-            val_metrics = run.log_evaluation(step, evaluation)
-            clock("testing")
-        if step == total_steps:
-            break
+        run.may_stop_after("update_weights")
+        if run.evaluation_is_due():
+            run.evaluate(held_out)
         rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
-        run.exit_if_asked()
-        clock("gen")
+        run.may_stop_after("gen")
         engine.sleep()
         check_engine(policy, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
-        clock("verify")
+        run.may_stop_after("verify")
 
         # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
         # scores and lengths of the whole step; tokens stay on the rank that sampled them until phase 4.
         own_scores = scorer.collect(tickets)
-        run.exit_if_asked()
+        run.may_stop_after("reward")
         responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
         raise_if_failing(responses, args.rewards.reward_max_error_frac)
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
-        clock("reward")
 
         # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
         # and send each rank the tokens that it trains on. The teacher also judges responses without a score, but for
@@ -185,17 +175,17 @@ def main(args: Args) -> dict[str, float]:
             ranks=ranks,
             version=engine.policy_version,
         )  # (b, T)
-        clock("batch")
+        run.may_stop_after("batch")
 
         # 5. Log-probs that stay fixed while the student changes: by the student that starts the step, and by the
         # teacher (ref_logp of the sampled tokens; for a distance also top_ids and top_logp (b, T, K) of its most likely
         # tokens). With one update a step the first are not needed: then the student has not changed yet.
         if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
-            clock("old_log_prob")
+            run.may_stop_after("old_log_prob")
         as_sampled = dict(top_k=top_k, temperature=args.decoding.temperature)
         batch = add_teacher(args.teacher, teacher, batch, updates, **as_sampled)
-        clock("ref")
+        run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
         # 6. Advantages: how much more likely was each token to the teacher than to the student that sampled it? With
@@ -207,7 +197,7 @@ def main(args: Args) -> dict[str, float]:
         of_responses_PG = args.reward_coef * ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # 0 without a score
         both = (of_responses_PG.view(-1, 1)[batch.rows] + of_tokens) * batch.response_mask
         batch = replace(batch, advantages=both)  # (b, T)
-        clock("adv")
+        run.may_stop_after("adv")
 
         # 7. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
@@ -219,8 +209,7 @@ def main(args: Args) -> dict[str, float]:
             scale = args.loss_scale_factor or args.max_response_length
             denominators = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
             aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
-            for micro_rows in update.micro_batches:
-                run.exit_if_asked()
+            for micro_rows in run.micro_batches(update):
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
                 A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
                 # distance (b', t): see DISTANCES; without one it is logp - ref_logp, for the log only. shares: how much
@@ -257,23 +246,25 @@ def main(args: Args) -> dict[str, float]:
                 run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
             optimizer.zero_grad(set_to_none=True)
             norms.append({"actor": norm})
-        clock("update_actor")
+        run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
         # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
-        found = {
+        step_metrics = {
             **metrics.of_sampled(responses, rows, args.rollout_n),
             **metrics.describe_tokens("critic/advantages", batch.advantages, batch.response_mask, ranks),
             **metrics.of_norms(norms),
             **means.reduce(),
             "actor/lr": lr,
         }
-        step_metrics = run.log_step(step + 1, found, responses=responses, batch=batch)
+        run.log_step(step_metrics, responses=responses, batch=batch)
         run.log_samples(own_samples, own_scores, batch)
-        # 9. Checkpoint: save_and_begin of the next round saves.
 
-    run.close(scorer, engine)
-    return step_metrics | val_metrics
+    if run.evaluation_is_due():  # of the last policy
+        engine.wake()
+        engine.update_weights(weights_for_engine(policy, ranks))
+        run.evaluate(held_out)
+    return run.close(scorer, engine)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ explains more.
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -152,17 +153,13 @@ def main(args: Args) -> dict[str, float]:
     saved = {"actor": (policy, optimizer)}
     saved |= {"reference": (reference, None)} if args.ref_update_steps else {}  # it changes, without an optimizer
     num_sampled = 0 if args.offline else args.rollout_n  # responses to each prompt
-    about = f"{args.train_batch_size} prompts x {num_sampled} sampled responses and up to "
-    about += f"{num_mini_batches * args.ppo_epochs} update(s) a step, {len(train_rows)} prompts to draw from"
-    run.resume(saved, engine=engine, about=about, scorer=scorer)
+    run.begin(saved, engine=engine, scorer=scorer)
     in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
-    step_metrics, val_metrics = {}, {}
+    held_out = partial(evaluate, engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
 
-    for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(). A step that has changed weights is finished first.
-        clock = run.save_and_begin(step, state=in_flight.state())
-
+    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
+    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    for step in run.steps(in_flight.state):
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed, ahead=in_flight.ahead)  # P
         asked = [] if args.offline else rows  # prompts that the policy answers; offline none
@@ -171,29 +168,22 @@ def main(args: Args) -> dict[str, float]:
         # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
         engine.wake()
         engine.update_weights(weights_for_engine(policy, ranks))
-        clock("update_weights")
-        if run.evaluation_is_due(step):
-            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
-            run.exit_if_asked()
-            val_metrics = run.log_evaluation(step, evaluation)
-            clock("testing")
-        if step == total_steps:
-            break
+        run.may_stop_after("update_weights")
+        if run.evaluation_is_due():
+            run.evaluate(held_out)
         asked, own_samples, tickets = in_flight.sample(engine, asked, sampling, scorer.submit, envs, step=step)
         rows = asked or rows
-        run.exit_if_asked()
-        clock("gen")
+        run.may_stop_after("gen")
         engine.sleep()
         check_engine(policy, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
-        clock("verify")
+        run.may_stop_after("verify")
 
         # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
         # scores and lengths of the whole step; tokens stay on the rank that sampled them until phase 4.
         own_scores = scorer.collect(tickets)
-        run.exit_if_asked()
+        run.may_stop_after("reward")
         sampled = gather_responses(own_samples, own_scores, asked, ranks)  # rollout_n to each prompt; offline none
         raise_if_failing(sampled, args.rewards.reward_max_error_frac)
-        clock("reward")
 
         # 4. Pairs and batch. A prompt has G responses: first those that the data gives, then the sampled ones. A given
         # response has the score 1 if it is the chosen one or the solution, and 0 if it is the rejected one. A response
@@ -211,13 +201,13 @@ def main(args: Args) -> dict[str, float]:
             ranks=ranks,
             rows_per_unit=args.rows_per_unit,
         )  # (b, T)
-        clock("batch")
+        run.may_stop_after("batch")
 
         # 5. Log-probs of the reference, which stay fixed. With self-play the policy may become the reference first.
         if args.ref_update_steps and step > 0 and step % args.ref_update_steps == 0:
             run.refresh(reference, policy)
         batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, sampling=sampling))
-        clock("ref")
+        run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
         # 6. For KTO alone: k_w and k_l, how far the policy has moved from the reference when the step begins.
@@ -225,7 +215,7 @@ def main(args: Args) -> dict[str, float]:
         if args.loss_type == "kto_pair" and len(pairs):
             old_logp = fixed_logprobs(policy, batch, updates, sampling=sampling)
             k = ranks.all_rows((old_logp - batch.ref_logp).sum(1), batch.rows, len(paired)).view(-1, 2).mean(0)
-            clock("old_log_prob")
+            run.may_stop_after("old_log_prob")
         k_w, k_l = k.to(ranks.device)
 
         # 7. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
@@ -234,8 +224,7 @@ def main(args: Args) -> dict[str, float]:
         means, norms = metrics.Means(ranks, num_updates=len(updates) * args.ppo_epochs), []
         for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
             num_pairs = len(update.rows) / 2  # of the mini-batch on all ranks: gradients of ranks simply add up
-            for micro_rows in update.micro_batches:
-                run.exit_if_asked()
+            for micro_rows in run.micro_batches(update):
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
                 mask = micro.response_mask  # 1 for the tokens of responses; elsewhere logp and ref_logp are 0
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling)
@@ -263,11 +252,11 @@ def main(args: Args) -> dict[str, float]:
             norms.append({"actor": norm})
         if not scores_PG.isfinite().any():
             run.skip_update(0.0, 0.0, batch)  # likewise: scores that never come are no reason to train on nothing
-        clock("update_actor")
+        run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
         # 8. Report: losses are means over updates, other metrics means over all pairs, or their tokens, of all ranks.
-        found = {
+        step_metrics = {
             **metrics.of_sampled(sampled, rows, num_sampled),
             **metrics.of_norms(norms),
             **means.reduce(),
@@ -275,12 +264,14 @@ def main(args: Args) -> dict[str, float]:
             "actor/lr": lr,
         }
         generated = sum(r.num_sampled for r in sampled)
-        step_metrics = run.log_step(step + 1, found, tokens=sum(r.num_tokens for r in paired), generated=generated)
+        run.log_step(step_metrics, tokens=sum(r.num_tokens for r in paired), generated=generated)
         run.log_samples(own_samples, own_scores)
-        # 9. Checkpoint: save_and_begin of the next round saves.
 
-    run.close(scorer, engine)
-    return step_metrics | val_metrics
+    if run.evaluation_is_due():  # of the last policy
+        engine.wake()
+        engine.update_weights(weights_for_engine(policy, ranks))
+        run.evaluate(held_out)
+    return run.close(scorer, engine)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ docs/train_grpo.md explains all of this in more detail, docs/architecture.md wha
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -93,17 +94,16 @@ def main(args: Args) -> dict[str, float]:
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.use_kl_loss else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     # Loads a checkpoint if the run has one, tries out the largest micro-batch, and starts the trackers.
-    run.resume({"actor": (policy, optimizer)}, engine=engine, about=about, scorer=scorer)
+    run.begin({"actor": (policy, optimizer)}, engine=engine, scorer=scorer)
     in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
-    step_metrics, val_metrics = {}, {}
+    held_out = partial(evaluate, engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
 
-    for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(). A step that has changed weights is finished first. clock(x) ends the phase x.
-        clock = run.save_and_begin(step, state=in_flight.state())
-
+    # Before each step a checkpoint is saved, if --save-freq says so, with what in_flight carries from step to step. At
+    # run.may_stop_after(phase) a phase of the step ends, whose seconds become a metric. There, and between two
+    # micro-batches, a run that was asked to stop by SIGTERM, Ctrl-C or --max-hours saves the state with which the step
+    # began and exits. A step that has changed the weights is made to its end first.
+    for step in run.steps(in_flight.state):
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed, ahead=in_flight.ahead)  # P
 
@@ -114,30 +114,23 @@ def main(args: Args) -> dict[str, float]:
         # responses; if the engine's differ too much, the run ends.
         engine.wake()
         engine.update_weights(weights_for_engine(policy, ranks))
-        clock("update_weights")
-        if run.evaluation_is_due(step):
-            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
-            run.exit_if_asked()
-            val_metrics = run.log_evaluation(step, evaluation)
-            clock("testing")
-        if step == total_steps:
-            break
+        run.may_stop_after("update_weights")
+        if run.evaluation_is_due():
+            run.evaluate(held_out)
         rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
-        run.exit_if_asked()
-        clock("gen")
+        run.may_stop_after("gen")
         engine.sleep()
         check_engine(policy, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
-        clock("verify")
+        run.may_stop_after("verify")
 
         # 3. Rewards: other processes call the function of --custom-reward-function, or that of the data source in
         # rewards/, as soon as a group is complete; a ticket stands for its scores. Then all ranks get the scores and
         # lengths of the whole step; tokens stay on the rank that sampled them until phase 4.
         own_scores = scorer.collect(tickets)
-        run.exit_if_asked()
+        run.may_stop_after("reward")
         responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
         raise_if_failing(responses, args.rewards.reward_max_error_frac)
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
-        clock("reward")
 
         # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
         # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
@@ -149,16 +142,16 @@ def main(args: Args) -> dict[str, float]:
             ranks=ranks,
             version=engine.policy_version,
         )  # (b, T)
-        clock("batch")
+        run.may_stop_after("batch")
 
         # 5. Log-probs that stay fixed while the policy changes. l_old is computed by the trainer, since the engine's
         # log-probs are not quite the same. With one update a step it is not needed here: then l_old is l in phase 7.
         if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
-            clock("old_log_prob")
+            run.may_stop_after("old_log_prob")
         if reference is not None:
             batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, sampling=sampling))
-            clock("ref")
+            run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
         # 6. Advantages: how much better than its group was each response? All its tokens get this number. Only scored
@@ -167,7 +160,7 @@ def main(args: Args) -> dict[str, float]:
         advantages_PG = ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
         # batch.rows (b,): which of the B responses this rank trains on.
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
-        clock("adv")
+        run.may_stop_after("adv")
 
         # 7. Updates: one for each mini-batch; its micro-batches only save memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
@@ -176,8 +169,7 @@ def main(args: Args) -> dict[str, float]:
         for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
             # The mini-batch's tokens on all ranks: divided by these, gradients of micro-batches and ranks just add up.
             num_tokens = max(update.num_tokens, 1)
-            for micro_rows in update.micro_batches:
-                run.exit_if_asked()
+            for micro_rows in run.micro_batches(update):
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', T'): cut to their longest row
                 A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling)
@@ -213,11 +205,11 @@ def main(args: Args) -> dict[str, float]:
                 run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
             optimizer.zero_grad(set_to_none=True)
             norms.append({"actor": norm})
-        clock("update_actor")
+        run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
         # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
-        found = {
+        step_metrics = {
             **metrics.of_sampled(responses, rows, args.rollout_n),
             **metrics.describe("critic/rewards", scores_PG),
             **metrics.describe("critic/advantages", advantages_PG[scores_PG.isfinite()]),
@@ -225,12 +217,14 @@ def main(args: Args) -> dict[str, float]:
             **means.reduce(),
             "actor/lr": lr,
         }
-        step_metrics = run.log_step(step + 1, found, responses=responses, batch=batch)
+        run.log_step(step_metrics, responses=responses, batch=batch)
         run.log_samples(own_samples, own_scores, batch)
-        # 9. Checkpoint: save_and_begin of the next round saves.
 
-    run.close(scorer, engine)
-    return step_metrics | val_metrics
+    if run.evaluation_is_due():  # of the last policy
+        engine.wake()
+        engine.update_weights(weights_for_engine(policy, ranks))
+        run.evaluate(held_out)
+    return run.close(scorer, engine)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ position t describes token t given the tokens before it.
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -166,17 +166,18 @@ def main(args: Args) -> dict[str, float]:
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.kl.is_used else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     refreshed = {"reference": (reference, None)} if args.kl.ref_update_steps else {}  # it changes, without an optimizer
-    run.resume({"actor": (policy, optimizer)} | refreshed, engine=engine, about=about, scorer=scorer)
+    run.begin({"actor": (policy, optimizer)} | refreshed, engine=engine, scorer=scorer)
     in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
-    kl_coef, step_metrics, val_metrics = args.kl.first_coef(run.state), {}, {}
+    kl_coef = args.kl.first_coef(run.state)
+    held_out = partial(evaluate, engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
 
-    for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(). A step that has changed weights is finished first.
-        clock = run.save_and_begin(step, state={"kl_coef": kl_coef} | in_flight.state())
+    def loop_state() -> dict[str, Any]:
+        return {"kl_coef": kl_coef} | in_flight.state()
 
+    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
+    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    for step in run.steps(loop_state):
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed, ahead=in_flight.ahead)  # P
 
@@ -184,30 +185,23 @@ def main(args: Args) -> dict[str, float]:
         # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
         engine.wake()
         engine.update_weights(weights_for_engine(policy, ranks))
-        clock("update_weights")
-        if run.evaluation_is_due(step):
-            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
-            run.exit_if_asked()
-            val_metrics = run.log_evaluation(step, evaluation)
-            clock("testing")
-        if step == total_steps:
-            break
+        run.may_stop_after("update_weights")
+        if run.evaluation_is_due():
+            run.evaluate(held_out)
         rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
-        run.exit_if_asked()
-        clock("gen")
+        run.may_stop_after("gen")
         engine.sleep()
         check_engine(policy, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
-        clock("verify")
+        run.may_stop_after("verify")
 
         # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
         # scores and lengths of the whole step; tokens stay on the rank that sampled them until phase 4.
         own_scores = scorer.collect(tickets)
-        run.exit_if_asked()
+        run.may_stop_after("reward")
         responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
         raise_if_failing(responses, args.rewards.reward_max_error_frac)
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
         lengths_PG = lengths_of(responses).view(-1, args.rollout_n)
-        clock("reward")
 
         # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
         # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
@@ -220,18 +214,18 @@ def main(args: Args) -> dict[str, float]:
             shuffle_seed=derive_seed(args.seed, step) if args.shuffle_mini_batches else None,
             version=engine.policy_version,
         )  # (b, T)
-        clock("batch")
+        run.may_stop_after("batch")
 
         # 5. Log-probs that stay fixed while the policy changes: by the policy that starts the step, and by the
         # reference. With one update a step, only a KL in the reward, clip_cov and kl_cov need the first.
         if num_updates > 1 or args.kl.use_kl_in_reward or args.loss_mode in RULES:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
-            clock("old_log_prob")
+            run.may_stop_after("old_log_prob")
         if reference is not None:
             if args.kl.ref_update_steps and step > 0 and step % args.kl.ref_update_steps == 0:
                 run.refresh(reference, policy)
             batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, sampling=sampling))
-            clock("ref")
+            run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
         # 6. Advantages: how much better than its group was each response? All its tokens get this number.
@@ -257,7 +251,7 @@ def main(args: Args) -> dict[str, float]:
         entropies = partial(fixed_entropies, policy, sampling=sampling)
         by_step = dict(seed=derive_seed(args.seed, step), ranks=ranks)
         batch = choose_tokens(args.selection, args.loss_mode, batch, updates, entropies, **by_step)
-        clock("adv")
+        run.may_stop_after("adv")
 
         # 7. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
@@ -271,8 +265,7 @@ def main(args: Args) -> dict[str, float]:
             scale = args.loss_scale_factor or args.max_response_length
             denominators = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
             aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
-            for micro_rows in update.micro_batches:
-                run.exit_if_asked()
+            for micro_rows in run.micro_batches(update):
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
                 A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
@@ -299,11 +292,11 @@ def main(args: Args) -> dict[str, float]:
                 run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
             optimizer.zero_grad(set_to_none=True)
             norms.append({"actor": norm})
-        clock("update_actor")
+        run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
         # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
-        found = {
+        step_metrics = {
             **metrics.of_sampled(responses, rows, args.rollout_n),
             **metrics.describe("critic/rewards", rewards_PG),
             **metrics.describe("critic/advantages", advantages_PG[scores_PG.isfinite()]),
@@ -312,12 +305,14 @@ def main(args: Args) -> dict[str, float]:
             **means.reduce(),
             "actor/lr": lr,
         }
-        step_metrics = run.log_step(step + 1, found, responses=responses, batch=batch)
+        run.log_step(step_metrics, responses=responses, batch=batch)
         run.log_samples(own_samples, own_scores, batch)
-        # 9. Checkpoint: save_and_begin of the next round saves.
 
-    run.close(scorer, engine)
-    return step_metrics | val_metrics
+    if run.evaluation_is_due():  # of the last policy
+        engine.wake()
+        engine.update_weights(weights_for_engine(policy, ranks))
+        run.evaluate(held_out)
+    return run.close(scorer, engine)
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ Shapes are those of train_grpo.py. docs/train_ppo.md explains more.
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from extras.agents import token_rewards
-from extras.judges import check_critic, fixed_values, load_critic, token_values
+from extras.judges import check_critic, explained_variance, fixed_values, load_critic, token_values
 from extras.kl_terms import KLTerms
 from rl.data.batching import make_batch
 from rl.data.order import prompts_for_step
@@ -127,17 +127,18 @@ def main(args: Args) -> dict[str, float]:
     optimizers = {"actor": adamw(actor.parameters()), "critic": adamw(critic.parameters())}
     saved = {"actor": (actor, optimizers["actor"]), "critic": (critic, optimizers["critic"])}
     saved |= {"reference": (reference, None)} if args.kl.ref_update_steps else {}  # it changes, without an optimizer
-    about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     offloaded = ("critic",) if args.critic_offload else ()
-    run.resume(saved, engine=engine, about=about, scorer=scorer, offloaded=offloaded)
+    run.begin(saved, engine=engine, scorer=scorer, offloaded=offloaded)
     in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
-    kl_coef, step_metrics, val_metrics = args.kl.first_coef(run.state), {}, {}
+    kl_coef = args.kl.first_coef(run.state)
+    held_out = partial(evaluate, engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
 
-    for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(). A step that has changed weights is finished first.
-        clock = run.save_and_begin(step, state={"kl_coef": kl_coef} | in_flight.state())
+    def loop_state() -> dict[str, Any]:
+        return {"kl_coef": kl_coef} | in_flight.state()
 
+    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
+    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    for step in run.steps(loop_state):
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed, ahead=in_flight.ahead)  # P
 
@@ -146,51 +147,44 @@ def main(args: Args) -> dict[str, float]:
         run.offload()  # the critic, if --critic-offload
         engine.wake()
         engine.update_weights(weights_for_engine(actor, ranks))
-        clock("update_weights")
-        if run.evaluation_is_due(step):
-            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
-            run.exit_if_asked()
-            val_metrics = run.log_evaluation(step, evaluation)
-            clock("testing")
-        if step == total_steps:
-            break
+        run.may_stop_after("update_weights")
+        if run.evaluation_is_due():
+            run.evaluate(held_out)
         rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
-        run.exit_if_asked()
-        clock("gen")
+        run.may_stop_after("gen")
         engine.sleep()
         run.onload()
         check_engine(actor, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
-        clock("verify")
+        run.may_stop_after("verify")
 
         # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
         # scores and lengths of the whole step; tokens stay on the rank that sampled them until phase 4.
         own_scores = scorer.collect(tickets)
-        run.exit_if_asked()
+        run.may_stop_after("reward")
         responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
         raise_if_failing(responses, args.rewards.reward_max_error_frac)
         scores_B = scores_of(responses)  # (B,), NaN for a response without a score
         is_scored = scores_B.isfinite()
-        clock("reward")
 
         # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
         # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
         sizes = dict(mini_batch_size=mini_batch_size * args.rollout_n, max_tokens=run.memory.ppo_max_token_len_per_gpu)
         kept = dict(trainable=is_scored, ranks=ranks, version=engine.policy_version)
         batch, updates = make_batch(responses, **sizes, **kept)  # (b, T)
-        clock("batch")
+        run.may_stop_after("batch")
 
         # 5. Values and log-probs that stay fixed while the models change: by the critic and the actor that start the
         # step, and by the reference. With one update a step the actor has not changed when its loss is computed.
         batch = replace(batch, values=fixed_values(critic, batch, updates))
-        clock("values")
+        run.may_stop_after("values")
         if num_updates > 1 or args.kl.use_kl_in_reward:
             batch = replace(batch, old_logp=fixed_logprobs(actor, batch, updates, sampling=sampling))
-            clock("old_log_prob")
+            run.may_stop_after("old_log_prob")
         if reference is not None:
             if args.kl.ref_update_steps and step > 0 and step % args.kl.ref_update_steps == 0:
                 run.refresh(reference, actor)
             batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, sampling=sampling))
-            clock("ref")
+            run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
         # 6. Advantages: the reward is the score, at the last token; what an environment gave with a turn stands at the
@@ -205,7 +199,7 @@ def main(args: Args) -> dict[str, float]:
         mean, var = ranks.moments(A, mask)  # over all tokens of the step, on all ranks
         A = ((A.double() - mean) / math.sqrt(var + 1e-8) * mask).to(A.dtype)  # whitened
         batch = replace(batch, advantages=A, returns=R)
-        clock("adv")
+        run.may_stop_after("adv")
 
         # 7. Update: a mini-batch is one optimizer step of each model; its micro-batches only save memory. In the
         # first --critic-warmup steps only the critic learns. The actor's learning-rate schedule begins after them.
@@ -222,8 +216,7 @@ def main(args: Args) -> dict[str, float]:
             scale = args.loss_scale_factor or args.max_response_length
             counts = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
             aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **counts)
-            for micro_rows in update.micro_batches:
-                run.exit_if_asked()
+            for micro_rows in run.micro_batches(update):
                 micro, is_last = take_rows(batch, micro_rows, ranks.device), micro_rows is update.micro_batches[-1]
                 A, R, mask = micro.advantages, micro.returns, micro.response_mask  # (b', t): cut to their longest row
 
@@ -269,25 +262,31 @@ def main(args: Args) -> dict[str, float]:
             for optimizer in optimizers.values():
                 optimizer.zero_grad(set_to_none=True)
             norms.append(norm)
-        clock("update_actor")
+        run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
         # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
-        found = {
+        step_metrics = {
             **metrics.of_sampled(responses, rows, args.rollout_n),
             **metrics.describe("critic/rewards", ranks.all_rows(rewards.sum(1), batch.rows, len(responses))[is_scored]),
-            **metrics.of_critic(batch, ranks),
+            **metrics.describe_tokens("critic/advantages", batch.advantages, batch.response_mask, ranks),
+            **metrics.describe_tokens("critic/values", batch.values, batch.response_mask, ranks),
+            **metrics.describe_tokens("critic/returns", batch.returns, batch.response_mask, ranks),
+            "critic/vf_explained_var": explained_variance(batch, ranks),
             **metrics.of_norms(norms),
             **kl_metrics,
             **means.reduce(),
             **{f"{name}/lr": lr for name, lr in lrs.items()},
         }
-        step_metrics = run.log_step(step + 1, found, responses=responses, batch=batch)
+        run.log_step(step_metrics, responses=responses, batch=batch)
         run.log_samples(own_samples, own_scores, batch)
-        # 9. Checkpoint: save_and_begin of the next round saves.
 
-    run.close(scorer, engine)
-    return step_metrics | val_metrics
+    if run.evaluation_is_due():  # of the last policy
+        run.offload()
+        engine.wake()
+        engine.update_weights(weights_for_engine(actor, ranks))
+        run.evaluate(held_out)
+    return run.close(scorer, engine)
 
 
 if __name__ == "__main__":

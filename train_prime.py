@@ -24,6 +24,7 @@ Shapes are those of train_grpo.py. docs/train_prime.md explains all of this.
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -119,16 +120,13 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     prm_optimizer = torch.optim.AdamW(prm.parameters(), lr=args.prm_lr, weight_decay=args.weight_decay, fused=True)
     trained = {"actor": (policy, optimizer), "prm": (prm, prm_optimizer)}
-    about = f"{args.train_batch_size} of {num_prompts} prompts x {args.rollout_n} responses, {num_updates} update(s)"
-    run.resume(trained, engine=engine, about=about, scorer=scorer, offloaded=["prm"] if args.prm_offload else [])
+    run.begin(trained, engine=engine, scorer=scorer, offloaded=["prm"] if args.prm_offload else [])
     in_flight = InFlight(args.decoding, train_rows, num_prompts, ranks, run.states, args.seed)
-    step_metrics, val_metrics = {}, {}
+    held_out = partial(evaluate, engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
 
-    for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(). A step that has changed weights is finished first.
-        clock = run.save_and_begin(step, state=in_flight.state())
-
+    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
+    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    for step in run.steps(in_flight.state):
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, num_prompts, args.seed, ahead=in_flight.ahead)
 
@@ -137,29 +135,22 @@ def main(args: Args) -> dict[str, float]:
         run.offload()  # the PRM, if --prm-offload
         engine.wake()
         engine.update_weights(weights_for_engine(policy, ranks))
-        clock("update_weights")
-        if run.evaluation_is_due(step):
-            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
-            run.exit_if_asked()
-            val_metrics = run.log_evaluation(step, evaluation)
-            clock("testing")
-        if step == total_steps:
-            break
+        run.may_stop_after("update_weights")
+        if run.evaluation_is_due():
+            run.evaluate(held_out)
         rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
-        run.exit_if_asked()
-        clock("gen")
+        run.may_stop_after("gen")
         engine.sleep()
         run.onload()
         check_engine(policy, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
-        clock("verify")
+        run.may_stop_after("verify")
 
         # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
         # scores and lengths of the whole step; tokens stay on the rank that sampled them until phase 4.
         own_scores = scorer.collect(tickets)
-        run.exit_if_asked()
+        run.may_stop_after("reward")
         sampled = gather_responses(own_samples, own_scores, rows, ranks)
         raise_if_failing(sampled, args.rewards.reward_max_error_frac)
-        clock("reward")
 
         # 4. Batch: take P of the prompts, first those that are neither too easy nor too hard, and divide the step into
         # updates and micro-batches, as in train_grpo.py. A response without a score teaches nothing: its mask is 0.
@@ -175,14 +166,14 @@ def main(args: Args) -> dict[str, float]:
         sizes = dict(mini_batch_size=mini_batch_size * args.rollout_n, max_tokens=run.memory.ppo_max_token_len_per_gpu)
         kept = dict(trainable=scores_PG.isfinite().flatten(), ranks=ranks, version=engine.policy_version)
         batch, updates = make_batch(responses, **sizes, **kept)  # (b, T)
-        clock("batch")
+        run.may_stop_after("batch")
 
         # 5. Log-probs that stay fixed: with several updates by the policy that starts the step, and by the reference.
         if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
-            clock("old_log_prob")
+            run.may_stop_after("old_log_prob")
         batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates))
-        clock("ref")
+        run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
         # 6a. The PRM learns which responses are right, one optimizer step a mini-batch. Its log-probs are taken after
@@ -193,8 +184,7 @@ def main(args: Args) -> dict[str, float]:
             prm_logp = fixed_logprobs(prm, batch, updates)  # (b, T)
         means, norms, prm_norms = metrics.Means(ranks, num_updates=num_updates), [], []  # means: on all ranks
         for update in updates:
-            for micro_rows in update.micro_batches:
-                run.exit_if_asked()
+            for micro_rows in run.micro_batches(update):
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', t)
                 logp, _ = token_logprobs(prm, micro)
                 log_odds = args.prime_beta * (logp - micro.ref_logp).sum(1)[: len(micro_rows)]  # (b',), beta sum_t q
@@ -213,7 +203,7 @@ def main(args: Args) -> dict[str, float]:
             prm_norms.append(norm)
         if args.prime_update == "before":
             prm_logp = fixed_logprobs(prm, batch, updates)  # (b, T)
-        clock("prm")
+        run.may_stop_after("prm")
 
         # 6b. Advantages: each token has a reward of its own, and the last one that of the outcome. Both are compared
         # with the other responses to the prompt, and then summed from each token to the end.
@@ -235,13 +225,12 @@ def main(args: Args) -> dict[str, float]:
         returns = advantages.returns_to_go(total, mask, gamma=1.0)  # R_t = total_t + R_{t+1}
         mean, var = ranks.moments(returns, mask)  # over all tokens of the step; whiten: (R - mean) / sqrt(var + 1e-8)
         batch = replace(batch, advantages=advantages.whiten(returns, mask, mean=mean, var=var))
-        clock("adv")
+        run.may_stop_after("adv")
 
         # 7. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
         optimizer.param_groups[0]["lr"] = args.lr * lr_factor
         for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
-            for micro_rows in update.micro_batches:
-                run.exit_if_asked()
+            for micro_rows in run.micro_batches(update):
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
                 A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
@@ -271,11 +260,11 @@ def main(args: Args) -> dict[str, float]:
                 run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
             optimizer.zero_grad(set_to_none=True)
             norms.append({"actor": norm})
-        clock("update_actor")
+        run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
         # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
-        found = {
+        step_metrics = {
             **metrics.of_sampled(sampled, rows, args.rollout_n),
             **metrics.describe_tokens("critic/advantages", batch.advantages, batch.response_mask, ranks),
             **metrics.of_norms(norms),
@@ -287,12 +276,15 @@ def main(args: Args) -> dict[str, float]:
             "reward_model/lr": args.prm_lr * lr_factor,
         }
         generated = sum(r.num_sampled for r in sampled)
-        step_metrics = run.log_step(step + 1, found, responses=responses, batch=batch, generated=generated)
+        run.log_step(step_metrics, responses=responses, batch=batch, generated=generated)
         run.log_samples(own_samples, own_scores, batch)
-        # 9. Checkpoint: save_and_begin of the next round saves.
 
-    run.close(scorer, engine)
-    return step_metrics | val_metrics
+    if run.evaluation_is_due():  # of the last policy
+        run.offload()
+        engine.wake()
+        engine.update_weights(weights_for_engine(policy, ranks))
+        run.evaluate(held_out)
+    return run.close(scorer, engine)
 
 
 if __name__ == "__main__":

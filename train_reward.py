@@ -28,14 +28,13 @@ from rl.console import progress
 from rl.data.batching import collate, plan_updates
 from rl.data.order import prompts_for_step
 from rl.data.prompts import Files, count_steps
-from rl.data.types import take_rows
+from rl.data.types import Evaluation, take_rows
 from rl.flags import AtLeast1, Count, Every, Free, NotNegative, Positive, Share
 from rl.formulas import schedule
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
 from rl.run.arguments import LoggingSupervised, Supervised, check, parse
 from rl.run.run import Run
-from rl.sampling.evaluation import Evaluation
 
 
 @dataclass(frozen=True)
@@ -82,44 +81,40 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, args.beta2), weight_decay=args.weight_decay, fused=True
     )
-    run.resume({"reward_model": (model, optimizer)}, about=f"{args.train_batch_size} pairs a step of {len(train)}")
+    run.begin({"reward_model": (model, optimizer)})
     # Divides rows into micro-batches of at most so many tokens. Both rows of a pair are in the same one.
     plan = partial(plan_updates, max_tokens=run.memory.max_token_len_per_gpu, ranks=ranks, rows_per_unit=2)
-    step_metrics, val_metrics = {}, {}
 
-    for step in progress("reward", range(run.start, total_steps + 1)):  # the last round only evaluates
-        # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(). A step that has changed weights is finished first.
-        clock = run.save_and_begin(step)
+    def evaluate() -> Evaluation:
+        """The same loss on held-out pairs, without gradients, and how often the chosen response wins."""
+        held_out = collate([side for pair in val for side in pair])  # (2B, T)
+        [update] = plan(held_out.lengths.tolist(), mini_batch_size=2 * len(val))
+        own_scores = fixed_scores(model, held_out, update.micro_batches)  # 0 in others' rows
+        chosen, rejected = ranks.all_reduce_sum(own_scores.to(ranks.device)).view(-1, 2).unbind(1)
+        val_metrics = {
+            "val/loss": bradley_terry(chosen, rejected).mean().item(),
+            "val/accuracy": (chosen > rejected).float().mean().item(),
+            "val/margin": (chosen - rejected).mean().item(),
+        }
+        return Evaluation(val_metrics, [])
 
-        # 1. Evaluate: the same loss on held-out pairs, without gradients, and how often the chosen response wins.
-        if val and run.evaluation_is_due(step):
-            held_out = collate([side for pair in val for side in pair])  # (2B, T)
-            [update] = plan(held_out.lengths.tolist(), mini_batch_size=2 * len(val))
-            own_scores = fixed_scores(model, held_out, update.micro_batches)  # 0 in others' rows
-            chosen, rejected = ranks.all_reduce_sum(own_scores.to(ranks.device)).view(-1, 2).unbind(1)
-            found = {
-                "val/loss": bradley_terry(chosen, rejected).mean().item(),
-                "val/accuracy": (chosen > rejected).float().mean().item(),
-                "val/margin": (chosen - rejected).mean().item(),
-            }
-            val_metrics = run.log_evaluation(step, Evaluation(found, []))
-            clock("testing")
-        if step == total_steps:
-            break
+    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
+    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    for step in progress("reward", run.steps(), total_steps - run.first_step):
+        if run.evaluation_is_due():
+            run.evaluate(evaluate)
 
-        # 2. Batch: a pure function of (seed, step). All ranks have all rows, and `update` says which rows are whose.
+        # 1. Batch: a pure function of (seed, step). All ranks have all rows, and `update` says which rows are whose.
         pairs = prompts_for_step(train, step, args.train_batch_size, args.seed)  # B
         batch = collate([side for pair in pairs for side in pair])  # (2B, T): chosen, rejected, chosen, ...
         [update] = plan(batch.lengths.tolist(), mini_batch_size=2 * len(pairs))
-        clock("data")
+        run.may_stop_after("data")
 
-        # 3. Update. The denominator counts the whole batch, so gradients of micro-batches and ranks add up.
+        # 2. Update. The denominator counts the whole batch, so gradients of micro-batches and ranks add up.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
         means = metrics.Means(ranks)
-        for micro_rows in update.micro_batches:
-            run.exit_if_asked()
+        for micro_rows in run.micro_batches(update):
             micro = take_rows(batch, micro_rows, ranks.device)  # (2b, t): cut to their longest row
             # A rank that has run out of pairs runs an empty row, whose score counts nothing.
             scores = sequence_scores(model, micro)[: len(micro_rows)]
@@ -136,17 +131,17 @@ def main(args: Args) -> dict[str, float]:
             )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        clock("update")
+        run.may_stop_after("update")
 
-        # 4. Report.
-        total_tokens, found = batch.lengths.sum().item(), means.reduce()
-        found["train/margin"] = found["train/score_chosen"] - found["train/score_rejected"]
-        found |= {"train/grad_norm": norm, "train/lr": lr, "train/global_tokens": float(total_tokens)}
-        shown = step + 1 == total_steps or (args.logging.log_freq > 0 and (step + 1) % args.logging.log_freq == 0)
-        step_metrics = run.log_step(step + 1, found, tokens=total_tokens, shown=shown)
+        # 3. Report.
+        total_tokens, step_metrics = batch.lengths.sum().item(), means.reduce()
+        step_metrics["train/margin"] = step_metrics["train/score_chosen"] - step_metrics["train/score_rejected"]
+        step_metrics |= {"train/grad_norm": norm, "train/lr": lr, "train/global_tokens": float(total_tokens)}
+        run.log_step(step_metrics, tokens=total_tokens)
 
-    run.close()
-    return step_metrics | val_metrics
+    if run.evaluation_is_due():  # of the last model
+        run.evaluate(evaluate)
+    return run.close()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ They differ because the engine computes with other kernels than the trainer, bec
 the gradient right on average, and masks leave out tokens whose probability has changed too much. ratios.py has them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,21 @@ class Correction:
     off_policy_mask_threshold: Positive | None = None
     # leave out tokens whose probability by the policy that learns and by the engine differ by more than this (IPO)
     probability_mask_threshold: Positive | None = None
+
+    def check(self, flags: Mapping[str, Any]) -> None:
+        """Raise ValueError if not quite the policy that learns will sample, and --rollout-is does not say whether to
+        correct for that.
+        """
+        quantization, share = flags["rollout_quantization"], flags["partial_rollouts"]
+        problems = []
+        if quantization != "none":
+            what = "the policy that samples is not quite the one that learns"
+            problems.append(f"--rollout-quantization {quantization}: {what}")
+        if share:
+            problems.append(f"--partial-rollouts {share:g}: older weights have sampled some tokens")
+        if problems and self.rollout_is is None:
+            fix = "add --rollout-is token, which corrects for that, or --rollout-is none to do without"
+            raise ValueError(f"{problems[0]}; {fix}")
 
     @property
     def weighs(self) -> bool:

@@ -102,6 +102,14 @@ def shape_of(path: str) -> tuple[int, int, int]:
     return getattr(config, "num_hidden_layers", 0), getattr(config, "num_experts_per_tok", 0), count_experts(config)
 
 
+def check_shape(checkpoint: str, before: Any, now: Any) -> None:
+    """Raise ValueError if `shape_of` --model is not what it was for the model in a checkpoint, and one of them has
+    experts. `before` is None if the checkpoint does not say.
+    """
+    if before is not None and before != now:
+        _room("experts").check_shape(checkpoint, before, now)
+
+
 def check_routed(path: str, flag: str) -> None:
     """Raise ValueError, from the config alone, if the model has no experts, or none with routers that `flag` knows."""
     _room("experts").check_routed(path, flag)

@@ -21,7 +21,7 @@ arXiv 2101.03961), equations 4 to 6; transformers' `load_balancing_loss_func` ha
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -90,6 +90,16 @@ class Choice(NamedTuple):
     gates: Tensor  # (N, k) of those that it chose
     chosen: Tensor  # (N, k) experts by its own scores
     replayed: Tensor | None  # (N, k) experts that were used instead
+
+
+def check_shape(checkpoint: str, before: Sequence[int], now: Sequence[int]) -> None:
+    """Raise ValueError if one of two models that differ in shape has experts: see `extras.families.shape_of`."""
+    if before[2] or now[2]:
+        raise ValueError(
+            f"{checkpoint} is of a model with {before[1]} of {before[2]} experts a token in {before[0]} layers, and "
+            f"--model has {now[1]} of {now[2]} in {now[0]}; give the model that it was, or another --experiment-name "
+            "to start anew"
+        )
 
 
 def check_routed(path: str, flag: str) -> None:

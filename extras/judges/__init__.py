@@ -99,3 +99,10 @@ def fixed_values(model: Any, batch: Any, updates: Sequence[Any]) -> Any:
     from extras.judges import critic
 
     return critic.fixed_values(model, batch, updates)
+
+
+def explained_variance(batch: Any, ranks: Any) -> float:
+    """The share of the returns' variance that the critic's values explain. All data ranks must enter."""
+    from extras.judges import critic
+
+    return critic.explained_variance(batch, ranks)

@@ -52,3 +52,12 @@ def token_values(model: nn.Module, batch: Batch) -> Tensor:
 def fixed_values(model: nn.Module, batch: Batch, updates: Sequence[Update]) -> Tensor:
     """`token_values` without gradients of all rows of a batch: (B, T) on the host. All ranks must enter."""
     return over_micro_batches(model, batch, updates, score_head)[0]
+
+
+def explained_variance(batch: Batch, ranks: Ranks) -> float:
+    """The share of the returns' variance that the values explain, over the tokens of all ranks:
+    1 - var(returns - values) / var(returns), and 0 for equal returns. All data ranks must enter.
+    """
+    _, spread = ranks.moments(batch.returns, batch.response_mask)
+    _, rest = ranks.moments(batch.returns - batch.values, batch.response_mask)
+    return 1 - rest / spread if spread > 1e-8 else 0.0  # equal returns differ by rounding

@@ -30,10 +30,10 @@ from rl import console, stop
 from rl.console import say
 from rl.data.rows import Row
 from rl.data.text import rendering_of
-from rl.data.types import Sample, sample_of
+from rl.data.types import Evaluation, Sample, sample_of
 from rl.ranks import Ranks
 from rl.sampling.engines.flags import Rollout
-from rl.sampling.evaluation import Evaluation, summarize
+from rl.sampling.evaluation import summarize
 from rl.sampling.flags import Validation
 from rl.sampling.rollout import check_engine
 from rl.scoring.pool import Scorer, Ticket
@@ -164,7 +164,7 @@ class SamplerPool:
                 raise RuntimeError(f"sampler {name}, weights of step {self.policy_version}: {error}") from error
 
     def state(self) -> dict[str, Any]:
-        """For `Run.save_and_begin`: which prompts are trained, and the groups that are ready."""
+        """For `Run.steps`: which prompts are trained, and the groups that are ready."""
         if not self.ranks.is_main:
             return {}
         ledger = self.prompts.ledger

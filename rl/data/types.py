@@ -241,3 +241,10 @@ def places(batch: Batch, rows: Sequence[int]) -> torch.Tensor:
     index = torch.searchsorted(batch.rows, wanted)
     assert torch.equal(batch.rows[index.clamp(max=len(batch.rows) - 1)], wanted), f"rows {rows} of {batch.rows}"
     return index
+
+
+class Evaluation(NamedTuple):
+    """Metrics of an evaluation, and {prompt, response, score, components} of the responses to show."""
+
+    metrics: dict[str, float]
+    shown: list[dict[str, Any]]

@@ -116,9 +116,6 @@ def check(args: Any, *, scores: bool = False) -> PreTrainedTokenizerBase:
     is broken, cannot be trained on sequences of the given length, or does not fit into the memory of this machine.
     """
     check_limits(args)
-    for group in vars(args).values():
-        if hasattr(group, "check"):  # a group of an extra knows what contradicts its flags
-            group.check(flat(args))
     for alarm in args.logging.alarms:
         parse_alarm(alarm)
     flag, tokens = budget_of(args.memory)
@@ -127,6 +124,9 @@ def check(args: Any, *, scores: bool = False) -> PreTrainedTokenizerBase:
             raise ValueError(f"{spelled(flag)} {tokens} cannot hold {unit} = {length} tokens; raise it to that")
     if is_rl := isinstance(args, RLBase):
         _check_rl(args)
+    for group in vars(args).values():
+        if hasattr(group, "check"):  # a group of an extra knows what contradicts its flags
+            group.check(flat(args))
     root = folder_of(args.checkpoints, args.logging.project_name, args.logging.experiment_name)
     tokenizer = check_model(
         args.model,
@@ -176,13 +176,6 @@ def _check_partial(args: Any, values: dict[str, Any], flag: str) -> None:
     }
     if other := next((name for name, is_set in others.items() if is_set), None):
         raise ValueError(f"{flag} and {other} exclude each other; leave one of them out")
-    _check_corrected(args, f"{flag}: older weights have sampled some tokens")
-
-
-def _check_corrected(args: Any, problem: str) -> None:
-    if isinstance(args, RL) and args.correction.rollout_is is None:
-        fix = "add --rollout-is token, which corrects for that, or --rollout-is none to do without"
-        raise ValueError(f"{problem}; {fix}")
 
 
 def _check_rl(args: Any) -> None:
@@ -193,19 +186,12 @@ def _check_rl(args: Any) -> None:
             raise ValueError(f"{flag} needs --engine vllm; --engine {rollout.engine} has no quantization")
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
             raise ValueError(f"{flag} needs a GPU that computes in FP8, such as an H100 or L40S; leave it out")
-        _check_corrected(args, f"{flag}: the policy that samples is not quite the one that learns")
     if share := args.decoding.partial_rollouts:
         _check_partial(args, values, f"--partial-rollouts {share:g}")
     if (values.get("ppo_mini_batch_size") or 0) > args.train_batch_size:
         raise ValueError(
             f"--ppo-mini-batch-size {args.ppo_mini_batch_size} is more than --train-batch-size "
             f"{args.train_batch_size}; both count prompts, lower it"
-        )
-    size, rounds = values.get("gen_batch_size"), values.get("max_num_gen_batches")
-    if size and rounds and size * rounds < args.train_batch_size:
-        raise ValueError(
-            f"--gen-batch-size {size} in --max-num-gen-batches {rounds} rounds cannot fill --train-batch-size "
-            f"{args.train_batch_size}; raise one of the first two"
         )
     if validation.val_n > 1 and validation.val_temperature == 0:
         raise ValueError(f"--val-n {validation.val_n} repeats one greedy response; add a positive --val-temperature")

@@ -249,19 +249,6 @@ def of_lengths(responses: Sequence[Response]) -> dict[str, float]:
     return found | describe("prompt_length", torch.tensor([float(len(r.prompt_ids)) for r in responses]))
 
 
-def of_critic(batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """Advantages, values and returns of the tokens of all ranks, and the share of the returns' variance that the values
-    explain: 1 - var(returns - values) / var(returns), 0 for equal returns. All data ranks must enter.
-    """
-    mask = batch.response_mask
-    found = {"advantages": batch.advantages, "values": batch.values, "returns": batch.returns}
-    described = [describe_tokens(f"critic/{name}", x, mask, ranks) for name, x in found.items()]
-    _, spread = ranks.moments(batch.returns, mask)
-    _, rest = ranks.moments(batch.returns - batch.values, mask)
-    explained = 1 - rest / spread if spread > 1e-8 else 0.0  # equal returns differ by rounding
-    return {name: x for part in described for name, x in part.items()} | {"critic/vf_explained_var": explained}
-
-
 def of_norms(norms: Sequence[dict[str, float]]) -> dict[str, float]:
     """Gradient norms of a step's updates, {"actor": norm, ...} each -> NAME/grad_norm, their mean, and how many updates
     were skipped because one of them was not finite. A step may have no updates.

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from extras.families import shape_of
+from extras.families import check_shape, shape_of
 from rl.console import say
 from rl.data.text import rendering_of, variables
 from rl.flags import FREE, flat, marked, spelled
@@ -80,12 +80,7 @@ def choose(
             f"{path} is beyond the {last} steps of this run; raise --total-training-steps (or --total-epochs) to train "
             "on, choose another --experiment-name to start anew, or use eval.py to evaluate it"
         )
-    had, has = then.get("experts", records[0]["experts"]), records[0]["experts"]
-    if had != has and (had[2] or has[2]):
-        raise ValueError(
-            f"{path} is of a model with {had[1]} of {had[2]} experts a token in {had[0]} layers, and --model has "
-            f"{has[1]} of {has[2]} in {has[0]}; give the model that it was, or another --experiment-name to start anew"
-        )
+    check_shape(str(path), then.get("experts"), records[0]["experts"])
     found = "\n".join(differences(then, records[0], without_secrets(type(args)()), marked(args, FREE)))
     if found and not args.checkpoints.force_resume:
         raise ValueError(

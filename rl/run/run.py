@@ -3,10 +3,10 @@
 import contextlib
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from packaging.version import Version
@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from extras.plan import budget_of, compiling_pays, hardware, rehearse
 from rl import stop
 from rl.console import let_go_of_output, progress_line, say, show_sample, started
+from rl.data.batching import Update
 from rl.data.encode import stop_token_ids
-from rl.data.types import Batch, Response, Sample, Score
+from rl.data.types import Batch, Evaluation, Response, Sample, Score
 from rl.flags import settled
 from rl.model.sharding import copy_weights, keep_moments_on_host, offload, onload
 from rl.ranks import init_ranks, shutdown_ranks
@@ -29,9 +30,10 @@ from rl.run.clock import Clock
 from rl.run.metrics import of_staleness
 from rl.run.run_folder import RunFolder, folder_of
 from rl.run.tracking import Tracker, open_early
-from rl.sampling.engines.base import Engine
-from rl.sampling.evaluation import Evaluation
-from rl.scoring.pool import Scorer
+
+if TYPE_CHECKING:
+    from rl.sampling.engines.base import Engine
+    from rl.scoring.pool import Scorer
 
 MAX_SKIPPED_UPDATES = 3  # in a row; then the run stops
 
@@ -51,18 +53,22 @@ def newer_than_tested() -> str:
 class Run:
     """What a script holds to be saved, stopped and continued.
 
-        run = Run(args, tokenizer, total_steps)            takes the folder, finds the checkpoint to resume from
-        run.resume({"actor": (policy, optimizer)}, ...)    loads it
-        for step in range(run.start, total_steps + 1):
-            clock = run.save_and_begin(step, state={...})  saves the steps made so far, if --save-freq says so
-            ...  run.exit_if_asked()  ...                  after SIGTERM, the process saves and exits at these calls
-            run.log_step(step + 1, {...}, ...)
-        run.close(scorer, engine)
+        run = Run(args, tokenizer, total_steps)           takes the folder, and finds the checkpoint to resume from
+        run.begin({"actor": (policy, optimizer)}, ...)    loads it
+        for step in run.steps(state):                     saves a checkpoint before each step, if --save-freq says so
+            ...
+            run.may_stop_after("gen")                     ends the phase "gen" of the step
+            for micro_rows in run.micro_batches(update):  as `update.micro_batches`, but the run may stop between two
+                ...
+            run.log_step({...}, ...)
+        return run.close(scorer, engine)
 
     `run.memory` has the memory flags as they are used: what the program has chosen stands in the place of `auto`.
 
-    All ranks must make all calls. A run that is asked to stop saves the state of the step's beginning, until the first
-    optimizer step changes that; after it, the step is completed first. The same command continues the run.
+    All ranks must make all calls. A run that is asked to stop, by SIGTERM, Ctrl-C or --max-hours, saves and ends the
+    process, with exit code 0, at the next end of a phase or micro-batch. It saves the state with which the step began.
+    That state is gone when an optimizer step has changed the weights. From then on the run makes the step to its end
+    before it stops. The same command continues the run.
 
     Raises ValueError, on every rank, if the folder or the port of --prometheus-port is in use, or if the folder's
     checkpoints are all damaged or come from other settings or data.
@@ -90,23 +96,22 @@ class Run:
             say(f"{chosen.text}\n--compile {chosen.memory.compile}")
         keep = args.checkpoints.max_ckpt_to_keep
         self.saver = checkpoint.Saver(self.folder, record, tokenizer, keep=keep, resume_from=self.resume_from)
+        # What the loops of all ranks, and that of rank 0, carried when the checkpoint was saved; none in a new run.
         self.states = checkpoint.load_states(self.resume_from)
-        self.start, self.skipped_updates = 0, 0
+        self.state: dict[str, Any] = self.states[0] if self.states else {}
+        self.step = self.first_step = resume.trainer_state(self.resume_from)["step"] if self.resume_from else 0
+        self.skipped_updates = 0
         self.alarms = Alarms(args.logging.alarms, type(args)().logging.alarms)
+        self.step_metrics: dict[str, float] = {}  # of the last step
+        self.val_metrics: dict[str, float] = {}  # of the last evaluation
         started("ranks and folder of the run")
 
-    @property
-    def state(self) -> dict[str, Any]:
-        """What rank 0 gave to `save_and_begin` before the checkpoint that is resumed; {} in a new run."""
-        return self.states[0] if self.states else {}
-
-    def resume(
+    def begin(
         self,
         trained: Trained,
         *,
-        about: str,
-        engine: Engine | None = None,
-        scorer: Scorer | None = None,
+        engine: "Engine | None" = None,
+        scorer: "Scorer | None" = None,
         offloaded: Sequence[str] = (),
         visiting: nn.Module | None = None,
         data: Sequence[Sample] = (),
@@ -114,26 +119,28 @@ class Run:
         """Load the scorer's judges, and the checkpoint, if there is one, into what is trained; plan the memory; print
         what will run.
 
-        Args: trained, models with their optimizers by name, None for a reference that `refresh` changes; about, a line
-        for the console; engine, asleep; offloaded, names in `trained` of what `offload` moves while the engine
-        generates; scorer, whose report is printed too; visiting, a teacher on the host that comes to the device to
-        score; data, demonstrations: the exported generation config gets the tokens that end what is learned of them,
-        beside those of the model.
+        Args: trained, models with their optimizers by name, None for a reference that `refresh` changes; engine,
+        asleep; scorer, whose report is printed too; offloaded, names in `trained` of what `offload` moves while the
+        engine generates; visiting, a teacher on the host that comes to the device to score; data, demonstrations: the
+        exported generation config gets the tokens that end what is learned of them, beside those of the model.
 
         On GPUs `run.memory` may be another one afterwards, if less fits than was planned. Raises RuntimeError with the
         flags to change if nothing fits: everything else that stays on the device has to be there by now.
         """
-        plan, (policy, _), path = "", next(iter(trained.values())), self.resume_from
+        (policy, _), path, how = next(iter(trained.values())), self.resume_from, "new run"
         self.trained, self.engine = trained, engine
+        notes = []  # lines for the console
         if scorer is not None:
             scorer.load_judges(self.ranks, budget_of(self.memory)[1], self.memory.fsdp_size)
-            about += f"\n{scorer.report}"
+            notes.append(scorer.report)
         self.offloaded = () if self.memory.param_offload else offloaded  # on the host already
-        self.start = checkpoint.load(path, trained, moments_on_host=self.memory.optimizer_offload) if path else 0
+        if path:
+            how = f"resumed from {path}"
+            checkpoint.load(path, trained, moments_on_host=self.memory.optimizer_offload)
         for x in policy.packed.families:
             x.begin_run(getattr(engine, "routing", None) is not None, self.args.lora.router_aux_loss_coef)
         if engine is not None:
-            engine.policy_version = self.start  # with one push a step, that of an unbroken run
+            engine.policy_version = self.first_step  # with one push per step, that of an unbroken run
         started("checkpoint" if path else "optimizer")
         if self.ranks.device.type == "cuda" and "actor" in trained:
             self.memory, plan = rehearse(
@@ -146,83 +153,104 @@ class Run:
                 visiting=visiting,
             )
             started("largest micro-batch")
+            notes.append(plan)
         self.saver.record["memory"] |= vars(self.memory)
         policy.packed = replace(policy.packed, max_tokens=budget_of(self.memory)[1])
         for optimizer in filter(None, (x for _, x in trained.values())):
             optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step())
             if self.memory.optimizer_offload:
                 keep_moments_on_host(optimizer, self.ranks.device)
-        evaluates_first, used = self.evaluation_is_due(self.start), replace(self.args, memory=self.memory)
-        ahead = dict(enabled=self.ranks.is_main, sinks=self.sinks)
-        self.tracker = Tracker(self.folder.root, used, self.start, evaluates_first, **ahead)
+        root, used, evaluates = self.folder.root, replace(self.args, memory=self.memory), self.evaluation_is_due()
+        self.tracker = Tracker(root, used, self.first_step, evaluates, enabled=self.ranks.is_main, sinks=self.sinks)
         if policy.can_generate():  # what is exported stops where the engine does, and where the data ends an answer
             stops = stop_token_ids(self.args.model, self.tokenizer)
             ends = {i for s in data for i in s.response_ids[np.diff(s.response_mask, append=0) == -1].tolist()}
             all_stops = [*stops, *sorted(ends.difference(stops))]
             policy.generation_config.eos_token_id = all_stops if len(all_stops) > 1 else next(iter(all_stops), None)
             if new := self.tokenizer.convert_ids_to_tokens(all_stops[len(stops) :]):
-                about += f"\nthe data ends answers with {' '.join(new)}, so the exported generation config does too"
+                notes.append(f"the data ends answers with {' '.join(new)}, so the exported generation config does too")
         if newer := newer_than_tested():
-            about += f"\nnewer than what was tested: {newer}; docs/troubleshooting.md has what was run"
-        how = f"resumed from {path}" if path else "new run"
-        steps = f"steps {self.start + 1}-{self.total_steps}" if self.start < self.total_steps else "no steps left"
-        self.tracker.print(f"{self.folder.root}: {how}, {steps}, {self.ranks.size} rank(s), {about}\n{plan}".rstrip())
+            notes.append(f"newer than what was tested: {newer}; docs/troubleshooting.md has what was run")
+        left = (
+            f"steps {self.first_step + 1}-{self.total_steps}" if self.first_step < self.total_steps else "no steps left"
+        )
+        said = [f"{root}: {how}, {left}, {self.ranks.size} rank(s)", *filter(None, notes)]
+        self.tracker.print("\n".join(said))
         gc.freeze()  # garbage collections need not walk through what stays alive: nearly half a second each
 
-    def save_and_begin(self, step: int, state: dict[str, Any] | None = None) -> Clock:
+    def steps(self, state: Callable[[], dict[str, Any]] = dict) -> Iterator[int]:
+        """The numbers of the steps that are still to be made, from 0: see `begin_step`, which comes before each of them
+        and after the last one.
+
+        Args: state, returns what the loop carries from step to step and does not follow from the step's number.
+        """
+        for step in range(self.first_step, self.total_steps):
+            self.begin_step(step, state())
+            yield step
+        self.begin_step(self.total_steps, state())
+
+    def begin_step(self, step: int, state: dict[str, Any]) -> None:
         """Save a checkpoint of the `step` steps made so far, if --save-freq says so, and begin the next step.
 
-        The save goes on in the background. Args: state, what the loop carries from step to step and does not follow
-        from the step's number: numbers, strings, lists, dicts and numpy arrays, each rank's own. `Run.states` has it
-        after a resume. Returns: the clock of the step, which measures and does nothing else.
+        The save goes on in the background. Args: state, each rank's own numbers, strings, lists, dicts and numpy
+        arrays. `Run.states` has it after a resume.
         """
         self.folder.check()
-        encoded, freq = loop_state.encode(state or {}), self.args.checkpoints.save_freq
-        if step > self.start and freq != 0 and (step == self.total_steps or freq > 0 and step % freq == 0):
+        encoded, freq = loop_state.encode(state), self.args.checkpoints.save_freq
+        if step > self.first_step and freq != 0 and (step == self.total_steps or freq > 0 and step % freq == 0):
             self.saver.save(step, self.trained, encoded)
         stop.arm(lambda: self.saver.leave(step, self.trained, encoded), self.tracker.close, let_go_of_output)
         self.step, self.clock = step, Clock(self.ranks)
-        return self.clock
 
-    def exit_if_asked(self) -> None:
-        """Save and end this process, with exit code 0, if any rank was asked to stop by SIGTERM, Ctrl-C or --max-hours.
-        Does nothing once the step has begun to change weights. All ranks must enter.
+    def may_stop_after(self, phase: str) -> None:
+        """End a phase of the step: its seconds become the metric timing_s/<phase>. Then, if any rank was asked to stop
+        and no optimizer step has changed the weights since the step began, save and end this process with exit code 0.
+        All ranks must enter.
         """
         stop.exit_if_asked(self.ranks.group)
+        self.clock(phase)
 
-    def evaluation_is_due(self, step: int) -> bool:
-        """Whether held-out data is evaluated when `step` steps have been made: before the first if --val-before-train,
-        then every --test-freq and after the last; with 0 or less, never.
+    def micro_batches(self, update: Update) -> Iterator[list[int]]:
+        """The micro-batches of an update. Between two of them the run may stop, see `may_stop_after`."""
+        for micro_rows in update.micro_batches:
+            stop.exit_if_asked(self.ranks.group)
+            yield micro_rows
+
+    def evaluation_is_due(self) -> bool:
+        """Whether held-out data is evaluated now: before the first step if --val-before-train, then after every
+        --test-freq steps and after the last one; with 0 or less, never.
         """
         flags, files = getattr(self.args, "validation", self.args), self.args.data.val_files
-        if step == 0 and hasattr(flags, "val_before_train"):
+        if self.step == 0 and hasattr(flags, "val_before_train"):
             return flags.val_before_train
-        return flags.test_freq > 0 and bool(files) and (step % flags.test_freq == 0 or step == self.total_steps)
+        return (
+            flags.test_freq > 0 and bool(files) and (self.step % flags.test_freq == 0 or self.step == self.total_steps)
+        )
 
-    def log_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
-        """Record the metrics of an evaluation, and responses to show; returns the metrics."""
+    def evaluate(self, evaluate: Callable[[], Evaluation]) -> None:
+        """Evaluate held-out data, and record the metrics and the responses to show. The run may stop after it."""
+        metrics, shown = evaluate()
+        self.may_stop_after("testing")
         self.folder.check()
-        found, shown = evaluation
-        self.tracker.log_generations(step, "val", shown)
-        parts = [f"{name} {found[f'val/{name}']:.4f}" for name in ("loss", "accuracy") if f"val/{name}" in found]
-        self._record(step, found, f"step {step} | held out: {', '.join(parts) or 'no answers'}", is_evaluation=True)
-        return found
+        self.tracker.log_generations(self.step, "val", shown)
+        parts = [f"{name} {metrics[f'val/{name}']:.4f}" for name in ("loss", "accuracy") if f"val/{name}" in metrics]
+        line = f"step {self.step} | held out: {', '.join(parts) or 'no answers'}"
+        self._record(self.step, metrics, line, is_evaluation=True)
+        self.val_metrics = metrics
 
     def log_step(
         self,
-        step: int,
         metrics: dict[str, float],
         *,
         responses: Sequence[Response] = (),
         batch: Batch | None = None,
         tokens: int | None = None,
         generated: int | None = None,
-        shown: bool = True,
-    ) -> dict[str, float]:
-        """Record a step's metrics with its times; returns all of them.
+    ) -> None:
+        """Record the metrics of the step that is complete now, with its times.
 
         Args: responses, that the step learns from: tokens per second count theirs; batch, made of these; or else
-        tokens, of the step, and generated, those of them that were sampled; shown, whether a line is printed.
+        tokens, of the step, and generated, those of them that were sampled.
         """
         self.folder.check()
         tokens = sum(r.num_tokens for r in responses) if tokens is None else tokens
@@ -233,9 +261,11 @@ class Run:
         metrics["checkpoint/failed"] = float(self.saver.failures)
         for module, _ in self.trained.values():
             metrics |= getattr(module, "family_metrics", {})  # of families such as experts, from `check_engine`
-        line = progress_line(step, self.total_steps, metrics) if shown else ""
-        self._record(step, metrics, line, is_evaluation=False)
-        return metrics
+        done, freq = self.step + 1, self.args.logging.line_freq
+        shown = done == self.total_steps or (freq > 0 and done % freq == 0)
+        line = progress_line(done, self.total_steps, metrics) if shown else ""
+        self._record(done, metrics, line, is_evaluation=False)
+        self.step_metrics = metrics
 
     def _record(self, step: int, metrics: dict[str, float], line: str, *, is_evaluation: bool) -> None:
         """Record metrics, and print their line and alarms."""
@@ -278,12 +308,12 @@ class Run:
             )
 
     def refresh(self, reference: nn.Module, policy: nn.Module) -> None:
-        """Give a reference the policy's weights. It has to be in what `resume` got, so that checkpoints have it."""
+        """Give a reference the policy's weights. It has to be in what `begin` got, so that checkpoints have it."""
         self.saver.wait_until_copied()
         copy_weights(policy, reference)
 
     def offload(self) -> None:
-        """Move what `resume` was told is `offloaded`, models and their optimizers, to the host."""
+        """Move what `begin` was told is `offloaded`, models and their optimizers, to the host."""
         for name in self.offloaded:
             self.saver.wait_until_copied()
             model, optimizer = self.trained[name]
@@ -295,10 +325,11 @@ class Run:
             model, optimizer = self.trained[name]
             onload(model, self.ranks.device, None if self.memory.optimizer_offload else optimizer)
 
-    def close(self, *others: Any) -> None:
+    def close(self, *others: Any) -> dict[str, float]:
         """End a run that is complete, when its last save is on disk; then close the others, and leave the ranks.
 
-        Raises RuntimeError, on all ranks, if the last save failed: the run is then without its result.
+        Returns the metrics of the last step and of the last evaluation. Raises RuntimeError, on all ranks, if the last
+        save failed: the run is then without its result.
         """
         gc.unfreeze()
         self.saver.close("completed", self.total_steps)
@@ -308,3 +339,4 @@ class Run:
             other.close()
         shutdown_ranks()
         watchdog.stop()
+        return self.step_metrics | self.val_metrics

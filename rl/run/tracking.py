@@ -41,6 +41,8 @@ class Logging:
     logger: Free[tuple[Literal["console", "wandb", "swanlab", "tensorboard"], ...]] = ("console",)
     prometheus_port: Free[Port | None] = None  # rank 0 serves the metrics to Prometheus on this port
 
+    line_freq = 1  # a line is printed every so many steps
+
 
 @dataclasses.dataclass(frozen=True)
 class LoggingRL(Logging):
@@ -55,6 +57,11 @@ class LoggingSupervised(Logging):
     """logging"""
 
     log_freq: Free[Count] = 10  # print a line every this many steps; 0 only at the end
+
+    @property
+    def line_freq(self) -> int:
+        """After how many steps a line is printed; 0 only at the end."""
+        return self.log_freq
 
 
 def open_early(flags: Logging, ranks: Ranks) -> dict[str, trackers.Sink]:

@@ -3,26 +3,19 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from rl import stop
 from rl.data.order import derive_seed
-from rl.data.types import Sample, Sampling, Score
+from rl.data.types import Evaluation, Sample, Sampling, Score
 from rl.ranks import Ranks
 from rl.sampling.engines.base import Engine
 from rl.sampling.flags import Validation
 from rl.sampling.groups import sample_groups
 from rl.sampling.rollouts import Partner
 from rl.scoring.pool import Scorer
-
-
-class Evaluation(NamedTuple):
-    """Metrics of an evaluation, and {prompt, response, score, components} of the responses to show."""
-
-    metrics: dict[str, float]
-    shown: list[dict[str, Any]]
 
 
 def evaluate(

@@ -1,8 +1,7 @@
 """Partial rollouts: a step does not wait for its longest responses; they go on in the next one.
 
     in_flight = InFlight(args.decoding, rows, batch_size, ranks, run.states, seed)
-    for step ...:
-        clock = run.save_and_begin(step, state=in_flight.state())
+    for step in run.steps(in_flight.state):
         rows = prompts_for_step(..., ahead=in_flight.ahead)                     # new prompts
         rows, own_samples, tickets = in_flight.sample(engine, rows, ...)        # the P prompts that are complete
 
@@ -71,7 +70,7 @@ class InFlight:
 
         Args: as for `sample_groups`, but rows of all ranks; step, on which the engine's seed depends. Returns: the rows
         of the P groups, of all ranks; this rank's samples, groups side by side in their order; and what `on_group` has
-        returned for these. All are incomplete if the run was asked to stop: call `run.exit_if_asked` then. All data
+        returned for these. All are incomplete if the run was asked to stop: call `run.may_stop_after` then. All data
         ranks must enter.
         """
         seed, own_slice = derive_seed(self.seed, step, engine.first_rank), self.ranks.own_slice
@@ -104,7 +103,7 @@ class InFlight:
         return [self.rows[i] for i in indices], samples, [ticket for _, _, ticket in groups]
 
     def state(self) -> dict[str, Any]:
-        """For `Run.save_and_begin`: this rank's groups, with the tokens that they have. {} without --partial-rollouts.
+        """For `Run.steps`: this rank's groups, with the tokens that they have. {} without --partial-rollouts.
 
         Groups in flight that have a partner are not kept: a resumed run begins them again.
         """

@@ -13,7 +13,7 @@ Saved = list[list[dict[str, Any]]]  # for each group its responses, and the toke
 
 
 def to_state(groups: Sequence[Sequence[Response]]) -> Saved:
-    """The groups as `Run.save_and_begin` takes them. A rank saves all responses, but only the tokens that it has."""
+    """The groups as `Run.steps` takes them. A rank saves all responses, but only the tokens that it has."""
     return [[vars(r) | {"score": r.score, "sample": r.sample and vars(r.sample)} for r in group] for group in groups]
 
 

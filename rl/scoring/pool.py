@@ -112,7 +112,7 @@ class Scorer:
     def collect(self, tickets: Sequence[Ticket]) -> list[Score]:
         """Wait for the scores of these tickets, one for each of their samples in their order. Prints the first failure.
 
-        If the run was asked to stop, no sample has a score: call `run.exit_if_asked` then. With judges all ranks
+        If the run was asked to stop, no sample has a score: call `run.may_stop_after` then. With judges all ranks
         must enter. Raises RuntimeError if the pool itself has failed.
         """
         samples = [sample for ticket in tickets for sample in ticket.samples]

@@ -15,13 +15,14 @@ from transformers import AutoTokenizer
 
 import sft
 from rl import stop
+from rl.data.batching import Update
+from rl.data.types import Evaluation
 from rl.flags import build
 from rl.model import load as models
 from rl.model import sharding
 from rl.run import checkpoint, loop_state, run_folder, watchdog
 from rl.run.checkpoint_files import list_steps
 from rl.run.run import Run
-from rl.sampling.evaluation import Evaluation
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -45,7 +46,7 @@ def start(task, tmp_path, monkeypatch):
         runs.append(run)
         policy = sharding.shard(models.load_pretrained(args.model, run.ranks), run.ranks)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-        run.resume({"actor": (policy, optimizer)}, about="a test")
+        run.begin({"actor": (policy, optimizer)})
 
         def update():
             for parameter in policy.parameters():
@@ -86,7 +87,7 @@ def test_a_begin_after_the_first_saves_at_save_freq_and_at_the_end_only(start, f
     run, _, update = start(save_freq=freq)
     found = []
     for step in range(6):
-        run.save_and_begin(step, {"step": step})
+        run.begin_step(step, {"step": step})
         run.saver.settle()
         found.append(list_steps(run.folder.root))
         update()
@@ -109,12 +110,12 @@ def test_a_run_names_packages_that_are_newer_than_what_was_tested(start, capsys,
 def test_a_resumed_run_says_which_steps_are_left(start, capsys):
     for saved, left in ((3, "steps 4-5"), (5, "no steps left")):
         run, _, _ = start(save_freq=saved)
-        run.save_and_begin(saved, {})
+        run.begin_step(saved, {})
         run.saver.settle()
         run.folder.release()
         capsys.readouterr()
         run, _, _ = start()
-        resumed = f"resumed from {run.folder.root}/global_step_{saved}, {left}, 1 rank(s), a test"
+        resumed = f"resumed from {run.folder.root}/global_step_{saved}, {left}, 1 rank(s)"
         assert resumed in capsys.readouterr().out
         run.folder.release()
 
@@ -122,32 +123,32 @@ def test_a_resumed_run_says_which_steps_are_left(start, capsys):
 def test_the_first_begin_of_a_resumed_run_does_not_save_again_what_it_began_with(start):
     run, policy, update = start(save_freq=2)
     update()
-    run.save_and_begin(2, {"mine": 1})
+    run.begin_step(2, {"mine": 1})
     run.saver.settle()
     written = (run.folder.root / "global_step_2" / "MANIFEST.json").stat().st_mtime_ns
     trained = weights(policy)
     run.folder.release()
 
     run, policy, update = start(save_freq=2)
-    assert (run.start, run.state, run.states) == (2, {"mine": 1}, [{"mine": 1}])
+    assert (run.first_step, run.state, run.states) == (2, {"mine": 1}, [{"mine": 1}])
     h.assert_same(weights(policy), trained)
-    run.save_and_begin(2, {"mine": 2})
+    run.begin_step(2, {"mine": 2})
     ask()
     with pytest.raises(Left):  # which saves nothing either: it is on disk
-        run.exit_if_asked()
+        run.may_stop_after("gen")
     assert (run.folder.root / "global_step_2" / "MANIFEST.json").stat().st_mtime_ns == written
     assert list_steps(run.folder.root) == [2]
 
 
 def test_a_new_run_has_no_state(start):
     run, _, _ = start()
-    assert (run.start, run.state, run.states) == (0, {}, [])
+    assert (run.first_step, run.state, run.states) == (0, {}, [])
 
 
 @pytest.mark.parametrize("how", ["saved", "left"])
 def test_what_is_changed_after_begin_is_saved_as_it_was(start, how, monkeypatch):
     run, policy, update = start(save_freq=1 if how == "saved" else -1)
-    run.save_and_begin(0, {})
+    run.begin_step(0, {})
     update()
     before, go_on = weights(policy), threading.Event()
     state = {"list": [1, [2]], "array": np.arange(3), "deep": {"rows": [np.zeros((2, 2), np.float32)]}}
@@ -158,7 +159,7 @@ def test_what_is_changed_after_begin_is_saved_as_it_was(start, how, monkeypatch)
         write(*args)
 
     monkeypatch.setattr(checkpoint.Saver, "_write", slow_write)
-    run.save_and_begin(1, state)
+    run.begin_step(1, state)
     state["list"][1].append(3)
     state["array"] += 7
     state["deep"]["rows"][0][:] = 9
@@ -170,7 +171,7 @@ def test_what_is_changed_after_begin_is_saved_as_it_was(start, how, monkeypatch)
     else:
         ask()
         with pytest.raises(Left):
-            run.exit_if_asked()
+            run.may_stop_after("gen")
     path = run.folder.root / "global_step_1"
     [then] = checkpoint.load_states(path)
     assert then.keys() == {"list", "array", "deep"} and then["list"] == [1, [2]]
@@ -181,7 +182,7 @@ def test_what_is_changed_after_begin_is_saved_as_it_was(start, how, monkeypatch)
 def test_the_next_optimizer_step_waits_until_all_is_copied(start, monkeypatch):
     run, policy, update = start(save_freq=1)
     run.saver.wait_until_copied()  # nothing was saved
-    run.save_and_begin(0)
+    run.begin_step(0, {})
     update()
     expected, go_on, copy = weights(policy), threading.Event(), checkpoint.Saver._copy
 
@@ -193,7 +194,7 @@ def test_the_next_optimizer_step_waits_until_all_is_copied(start, monkeypatch):
     for step, change in ((1, update), (2, run.saver.wait_until_copied)):
         go_on.clear()
         before = weights(policy)
-        run.save_and_begin(step)
+        run.begin_step(step, {})
         changing = threading.Thread(target=change)
         changing.start()
         changing.join(0.3)
@@ -210,7 +211,25 @@ def test_the_next_optimizer_step_waits_until_all_is_copied(start, monkeypatch):
 def test_a_state_that_cannot_be_held_is_refused_by_the_first_begin(start):
     run, _, _ = start()
     with pytest.raises(TypeError, match="the state of the loop has a set in it"):
-        run.save_and_begin(0, {"seen": {1, 2}})
+        run.begin_step(0, {"seen": {1, 2}})
+
+
+def test_steps_begins_each_step_and_saves_after_the_last_with_what_the_loop_carries(start):
+    run, _, update = start(save_freq=2)
+    carried, made = {"made": 0}, []
+    for step in run.steps(carried.copy):
+        assert run.step == step
+        made.append(step)
+        update()
+        carried["made"] += 10
+    assert made == [0, 1, 2, 3, 4] and run.step == 5
+    run.saver.settle()
+    assert list_steps(run.folder.root) == [2, 4, 5]
+    states = [checkpoint.load_states(run.folder.root / f"global_step_{step}") for step in (2, 4, 5)]
+    assert states == [[{"made": 20}], [{"made": 40}], [{"made": 50}]]
+    run.folder.release()
+    run, _, _ = start(save_freq=2)
+    assert list(run.steps()) == [] and run.step == 5
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,23 +238,23 @@ def test_a_state_that_cannot_be_held_is_refused_by_the_first_begin(start):
 
 def test_an_optimizer_step_holds_the_run_until_the_next_begin(start):
     run, policy, update = start()
-    clock = run.save_and_begin(0, {})
-    clock("gen")
+    run.begin_step(0, {})
+    run.may_stop_after("gen")
     update()  # its hook holds
     ask()
     assert not stop.requested()  # long waits go to their end: what they wait for will be used
-    run.exit_if_asked()
-    clock("update")
+    run.may_stop_after("update")
     update()
-    run.exit_if_asked()
+    assert list(run.micro_batches(Update([0, 1], [[0], [1]], 2, 2, [[0, 1]]))) == [[0], [1]]
+    run.may_stop_after("update")
     assert list_steps(run.folder.root) == []
     made = weights(policy)
-    clock = run.save_and_begin(1, {"made": 1})
+    run.begin_step(1, {"made": 1})
     assert stop.requested()
-    clock("gen")  # a clock only measures
+    run.clock("gen")  # a clock only measures
     assert list_steps(run.folder.root) == []
     with pytest.raises(Left, match="0"):
-        run.exit_if_asked()
+        run.may_stop_after("gen")
     assert list_steps(run.folder.root) == [1]  # the whole step, though nobody asked for a save
     h.assert_same(saved_weights(run.folder.root / "global_step_1"), made)
     assert checkpoint.load_states(run.folder.root / "global_step_1") == [{"made": 1}]
@@ -243,29 +262,28 @@ def test_an_optimizer_step_holds_the_run_until_the_next_begin(start):
 
 def test_before_the_first_optimizer_step_a_run_leaves_with_what_the_step_began_with(start):
     run, policy, update = start()
-    run.save_and_begin(0, {})
+    run.begin_step(0, {})
     update()
     made = weights(policy)
-    clock = run.save_and_begin(1, {"made": 1})
-    clock("gen")
+    run.begin_step(1, {"made": 1})
+    run.may_stop_after("gen")
     for parameter in policy.parameters():
         parameter.grad = torch.ones_like(parameter)  # a backward pass changes nothing that is saved
     ask()
     with pytest.raises(Left, match="0"):
-        run.exit_if_asked()
+        next(run.micro_batches(Update([0], [[0]], 1, 1, [[0]])))
     h.assert_same(saved_weights(run.folder.root / "global_step_1"), made)
     assert h.read_jsonl(run.folder.root / "STATUS.json")[0]["state"] == "stopped"
 
 
 def test_max_hours_hold_too(start):
     run, _, update = start(max_hours=1e-7)
-    clock = run.save_and_begin(0, {})
+    run.begin_step(0, {})
     update()
-    clock("update")
-    run.exit_if_asked()
-    run.save_and_begin(1, {})
+    run.may_stop_after("update")
+    run.begin_step(1, {})
     with pytest.raises(Left):
-        run.exit_if_asked()
+        run.may_stop_after("gen")
     assert list_steps(run.folder.root) == [1]
 
 
@@ -276,18 +294,18 @@ def test_max_hours_hold_too(start):
 @pytest.mark.parametrize(
     ("taken", "call"),
     h.some_rows(
-        list(itertools.product((False, True), ("save_and_begin", "log_step", "log_evaluation", "saving"))),
+        list(itertools.product((False, True), ("begin_step", "log_step", "evaluate", "saving"))),
         (False, "log_step"),
-        (True, "save_and_begin"),
+        (True, "begin_step"),
         (True, "saving"),
     ),
 )
 def test_a_run_whose_folder_was_deleted_or_taken_ends_and_writes_nothing_there(start, call, taken, capsys):
     run, _, update = start(save_freq=1)
-    run.save_and_begin(0)
+    run.begin_step(0, {})
     update()
-    run.log_step(1, {"train/loss": 1.0}, tokens=1)
-    run.save_and_begin(1)
+    run.log_step({"train/loss": 1.0}, tokens=1)
+    run.begin_step(1, {})
     run.saver.settle()
     root = run.folder.root
     shutil.rmtree(root)
@@ -305,12 +323,12 @@ def test_a_run_whose_folder_was_deleted_or_taken_ends_and_writes_nothing_there(s
     else:
         update()
         with pytest.raises(RuntimeError) as error:
-            if call == "save_and_begin":
-                run.save_and_begin(2)
+            if call == "begin_step":
+                run.begin_step(2, {})
             elif call == "log_step":
-                run.log_step(2, {"train/loss": 1.0}, tokens=1)
+                run.log_step({"train/loss": 1.0}, tokens=1)
             else:
-                run.log_evaluation(2, Evaluation({"val/loss": 3.0}, []))
+                run.evaluate(lambda: Evaluation({"val/loss": 3.0}, []))
         said = str(error.value)
     assert f"{root} was deleted or replaced while this run used it" in said and "--experiment-name" in said
     run.folder.write_status("running", 2)
@@ -335,7 +353,10 @@ def test_a_run_whose_folder_was_deleted_or_taken_ends_and_writes_nothing_there(s
 )
 def test_evaluation_is_due_at_test_freq_and_after_the_last_step(start, task, freq, files, expected):
     run, _, _ = start(test_freq=freq, val_files=(task.sft,) if files else ())
-    assert [step for step in range(6) if run.evaluation_is_due(step)] == expected
+    due = []
+    for run.step in range(6):
+        due += [run.step] if run.evaluation_is_due() else []
+    assert due == expected
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -346,10 +367,11 @@ def test_alarms_are_heard_with_any_logger_and_one_that_names_no_metric_is_told_o
     alarms = ("train/loss>1", "train/los>1", "val/loss>2", "val/accuracy<0")
     run, _, update = start(alarms=alarms, logger=(), save_freq=0)
     for step in (0, 1):
-        run.save_and_begin(step, state={})
+        run.begin_step(step, {})
         update()
-        run.log_step(step + 1, {"train/loss": 0.5 + step}, tokens=1)  # a progress line needs no other metric
-        run.log_evaluation(step + 1, Evaluation({"val/loss": 3.0}, []))
+        run.log_step({"train/loss": 0.5 + step}, tokens=1)  # a progress line needs no other metric
+        run.step = step + 1
+        run.evaluate(lambda: Evaluation({"val/loss": 3.0}, []))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("ALARM", "--alarms"))]
     assert lines == [
         "--alarms train/los>1: step 1 has no metric 'train/los', so it raises no alarm; did you mean train/loss?",
