@@ -72,7 +72,7 @@ def saved_weights(path):
 
 def ask():
     os.kill(os.getpid(), signal.SIGTERM)
-    launch.until(lambda: stop._state.asked_at is not None)
+    launch.until(lambda: stop._state.asked_at < float("inf"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

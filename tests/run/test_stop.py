@@ -93,7 +93,7 @@ def ask():
     """Send SIGTERM to this process, and wait until it has been noticed."""
     Path(os.environ[ASKED]).write_text(str(time.monotonic()))
     os.kill(os.getpid(), signal.SIGTERM)
-    while stop._state.asked_at is None:
+    while stop._state.asked_at == float("inf"):
         time.sleep(0.001)
 
 
