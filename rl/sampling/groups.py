@@ -62,7 +62,7 @@ def sample_groups(
             `Rollouts`.
 
     Returns: the samples, groups side by side in the order of the rows; and what `on_group` has returned for each row.
-    Both are incomplete if the run was asked to stop: call `run.exit_if_asked` then. Raises RuntimeError naming the row
+    Both are incomplete if the run was asked to stop: call `run.may_stop_after` then. Raises RuntimeError naming the row
     if the engine returns anything but each response once, with a finite log-prob for every token.
     """
     ways = [sampling] * len(rows) if isinstance(sampling, Sampling) else sampling

@@ -25,11 +25,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3388,
+    "core": 3387,
     "wall": 1717,
-    "import train_grpo": 4536,
-    "import sft": 4295,
-    "import eval": 1392,
+    "import train_grpo": 4535,
+    "import sft": 4294,
+    "import eval": 1391,
     "eval.py": 107,
     "sft.py": 95,
     "train_async.py": 165,
