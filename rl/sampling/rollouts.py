@@ -38,7 +38,8 @@ class Trajectory:
         self.mask: list[int] = []
         self.logprobs: list[float] = []
         self.turns, self.finish_reason = 0, "abort"  # turns: how often the policy has come to an end
-        self.columns: dict[str, np.ndarray] = {}  # as far as the engine has told
+        # As far as the engine has told. Every sample has versions, also one that ended before anything was sampled.
+        self.columns: dict[str, np.ndarray] = {"versions": np.empty(0, np.int32)}
 
     def request(self) -> Request:
         """What the engine is to sample next. The seed depends on the turn, not on when it begins."""

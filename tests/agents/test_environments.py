@@ -366,6 +366,8 @@ def test_a_fault_costs_its_own_conversation(hf_engine, policy, made, tokenizer, 
     assert {name for name, s in found.items() if s.finish_reason == "error"} >= {*FAULTS} - {"dies later"}
     assert reached and found["megabyte"].finish_reason == "length" and len(found["no reset"].response_ids) == 0
     assert all(len(s.response_ids) == 0 for name, s in found.items() if "report" in name)
+    nothing = found["no reset"]  # no weights have sampled any of its tokens, which are those of the prompt
+    assert nothing.columns["versions"].tolist() == [np.iinfo(np.int32).max] * len(nothing.prompt_ids)
     paid = {name: s.outcome.facts["rewards"] for name, s in found.items() if s.outcome.facts["rewards"]}
     assert paid == {"paid end": [2.0]} and found["paid end"].outcome.reward == 2.0
     assert [x["content"] for x in messages_of(found["two messages"])[2:4]] == ["1", "2"]
