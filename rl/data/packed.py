@@ -20,9 +20,8 @@ T = TypeVar("T")
 Row = dict[str, Any]
 
 BLOCK_BYTES = 2**14  # items that are compressed together have at least so many bytes
+TRIM_BLOCKS = 2**12  # after so many, what was freed meanwhile is given back to the system
 CHUNK_ROWS, CHUNK_CHARACTERS = 256, 2**20  # `derive` works on rows until they are so many, or have so many characters
-TRIM_BYTES = 2**26  # of items, after which what was freed meanwhile is given back to the system
-KEPT_BYTES = 2**28  # what `derive` keeps in any case of what it made, compressed
 
 
 class Packed(Generic[T]):
@@ -32,7 +31,7 @@ class Packed(Generic[T]):
         self.blocks: list[tuple[int, bytes]] = []  # size before compression, and what it became
         self.firsts = array("q", [0])  # number of the first item of each block, and of `last`
         self.last: list[bytes] = []  # items that are not compressed yet
-        self.last_bytes = self.num_bytes = self.saved_bytes = 0  # of `last`, of blocks, and what compression has saved
+        self.last_bytes = 0
         self.unpacked: tuple[int, list[bytes]] = (-1, [])  # the block that was read last: rows are read in order
 
     def __len__(self) -> int:
@@ -45,12 +44,10 @@ class Packed(Generic[T]):
         if self.last_bytes >= BLOCK_BYTES:
             block = pickle.dumps(self.last, pickle.HIGHEST_PROTOCOL)
             self.blocks.append((len(block), pa.compress(block, codec="zstd", asbytes=True)))
-            if (self.num_bytes + self.saved_bytes) % TRIM_BYTES + len(block) >= TRIM_BYTES:
-                pa.system_memory_pool().release_unused()  # trims the heap, where blocks lie between what was freed
-            self.num_bytes += len(self.blocks[-1][1])
-            self.saved_bytes += len(block) - len(self.blocks[-1][1])
             self.firsts.append(len(self))
             self.last, self.last_bytes = [], 0
+            if len(self.blocks) % TRIM_BLOCKS == 0:
+                pa.system_memory_pool().release_unused()  # trims the heap, where blocks lie between what was freed
 
     def get(self, number: int) -> T:
         """Item `number`, from 0."""
@@ -64,22 +61,20 @@ class Packed(Generic[T]):
 
     def items(self) -> "Lazy[T]":
         """All items that were appended until now."""
-        return Lazy(range(len(self)), self.get, self.saved_bytes)
+        return Lazy(range(len(self)), self.get)
 
 
 class Lazy(Sequence[T]):
-    """The items get(place), for each of some places. Args: kept_bytes, that `derive` may keep of what it makes of the
-    items.
-    """
+    """The items get(place), for each of some places."""
 
-    def __init__(self, places: Sequence[int], get: Callable[[int], T], kept_bytes: int = 0):
-        self.places, self.get, self.kept_bytes = places, get, max(kept_bytes, KEPT_BYTES)
+    def __init__(self, places: Sequence[int], get: Callable[[int], T]):
+        self.places, self.get = places, get
 
     def __len__(self) -> int:
         return len(self.places)
 
     def __getitem__(self, i: int | slice) -> "T | Lazy[T]":
-        return Lazy(self.places[i], self.get, self.kept_bytes) if isinstance(i, slice) else self.get(self.places[i])
+        return Lazy(self.places[i], self.get) if isinstance(i, slice) else self.get(self.places[i])
 
     def __add__(self, other: Sequence[T]) -> "Lazy[T]":
         n = len(self)
@@ -97,22 +92,18 @@ def derive(rows: Sequence[Row], make: Callable[[list[Row]], Iterable[T | None]],
     """What `make` makes of rows, in their order, without the rows for which it gives None. `places` of the result are
     numbers of `rows`.
 
-    `make` gets several rows and gives as many results. They are kept, compressed, as long as they take no more bytes
-    than compression has saved on the rows, or than KEPT_BYTES. The others are made again whenever they are asked for.
-
-    Args: name, of the progress bar.
+    Args: make, which gets several rows and gives as many results; name, of the progress bar.
     """
     made: Packed[T | None] = Packed()
-    places, chunk, size, limit = array("q"), [], 0, getattr(rows, "kept_bytes", KEPT_BYTES)
+    chunk: list[Row] = []
+    places, size = array("q"), 0
     for count, row in enumerate(progress(name, rows), start=1):
         chunk.append(row)
         size += len(repr(row))
-        if len(chunk) < CHUNK_ROWS and size < CHUNK_CHARACTERS and count < len(rows):
-            continue
-        for number, value in enumerate(make(chunk), start=count - len(chunk)):
-            if value is not None:
-                places.append(number)
-            if len(made) == number and made.num_bytes < limit:
-                made.append(value)
-        chunk, size = [], 0
-    return Lazy(places, lambda i: made.get(i) if i < len(made) else next(iter(make([rows[i]]))))
+        if len(chunk) == CHUNK_ROWS or size >= CHUNK_CHARACTERS or count == len(rows):
+            for result in make(chunk):
+                if result is not None:
+                    places.append(len(made))
+                made.append(result)
+            chunk, size = [], 0
+    return Lazy(places, made.get)

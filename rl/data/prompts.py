@@ -86,4 +86,4 @@ def read_prompts(files: Paths, *, needs_truth: bool = True, has_partner: bool = 
     if len(empty) and os.environ.get("RANK", "0") == "0":
         shown_rows = ", ".join([named(rows[i]) for i in empty[:10]] + ["..."] * (len(empty) > 10))
         say(f"{len(empty)} of {len(rows)} rows left out, since their ground_truth is empty: {shown_rows}")
-    return Lazy(places, rows.get, rows.kept_bytes)
+    return Lazy(places, rows.get)

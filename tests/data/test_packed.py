@@ -27,9 +27,9 @@ ITEMS = [{"a": i, "b": ["x" * i, None, 10**i, 0.5]} for i in range(30)]
 
 @pytest.fixture(params=[False, True], ids=["at once", "bit by bit"])
 def bit_by_bit(request, monkeypatch):
-    """Two rows at a time, each compressed alone, the results of only a few of them kept."""
+    """Two rows at a time, each compressed alone."""
     if request.param:
-        for name, value in dict(BLOCK_BYTES=1, CHUNK_ROWS=2, KEPT_BYTES=100).items():
+        for name, value in dict(BLOCK_BYTES=1, CHUNK_ROWS=2).items():
             monkeypatch.setattr(packed, name, value)
         monkeypatch.setattr(rows, "BATCH_BYTES", 8)
 
@@ -114,7 +114,7 @@ def test_demonstrations_and_comparisons_are_the_same_bit_by_bit(tmp_path, bit_by
     assert [row["given"] for row in given] == [[ids[2:] for ids in sides[i]] for i in kept]
 
 
-def test_derive_makes_again_what_it_has_not_kept(monkeypatch):
+def test_derive_makes_everything_once_and_several_rows_at_a_time(monkeypatch):
     monkeypatch.setattr(packed, "BLOCK_BYTES", 1)
     asked = []
 
@@ -123,14 +123,9 @@ def test_derive_makes_again_what_it_has_not_kept(monkeypatch):
         return [row["a"] ** 2 if row["a"] % 3 else None for row in chunk]
 
     monkeypatch.setattr(packed, "CHUNK_ROWS", 4)
-    monkeypatch.setattr(packed, "KEPT_BYTES", 60)  # of results, which take some 30 bytes each
     squares = derive(ITEMS[:10], make, "square")
     assert asked == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] and list(squares.places) == [1, 2, 4, 5, 7, 8]
-    assert list(squares) == [1, 4, 16, 25, 49, 64] and 3 < len(asked) <= 9
-    assert all(len(x) == 1 for x in asked[3:]) and asked[3:] == [[x] for x in (1, 2, 4, 5, 7, 8)][-len(asked[3:]) :]
-    asked.clear()
-    monkeypatch.setattr(packed, "KEPT_BYTES", 2**20)
-    assert list(derive(ITEMS[:10], make, "square")) == [1, 4, 16, 25, 49, 64] and len(asked) == 3
+    assert list(squares) == [1, 4, 16, 25, 49, 64] == [squares.get(i) for i in squares.places] and len(asked) == 3
     asked.clear()
     monkeypatch.setattr(packed, "CHUNK_CHARACTERS", 60)
     long = [{"a": i, "b": "x" * 50 * (i == 1)} for i in range(5)]
@@ -145,7 +140,8 @@ def test_a_million_rows_take_little_memory():
     )
     for i, text in enumerate(texts):
         store.append(rl_row(text, str(i)) | {"row_index": i, "row_place": f"/data/train.parquet: row {i}"})
-    assert store.num_bytes < 100 * len(texts) and store.saved_bytes > 200 * len(texts)
+    assert sum(len(content) for _, content in store.blocks) < 100 * len(texts)
+    assert sum(size for size, _ in store.blocks) > 300 * len(texts)
     assert sum(map(len, store.last)) < 2 * packed.BLOCK_BYTES and len(store.firsts) == len(store.blocks) + 1
     assert isinstance(store.items().places, range)
 
