@@ -17,9 +17,9 @@ from pathlib import Path
 
 from extras.agents import EnvironmentFlags, check_rows, open_partner
 from rl.data.encode import encode_prompts
+from rl.data.flags import Texts
 from rl.data.order import derive_seed
 from rl.data.prompts import read_prompts
-from rl.data.text import Texts
 from rl.flags import AtLeast1, Count, Few, PositiveShare, Share, TemperatureOr0, TopK, check_limits
 from rl.model.checks import check_model
 from rl.ranks import init_ranks, shutdown_ranks

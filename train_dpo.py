@@ -37,7 +37,6 @@ import torch.nn.functional as F
 from extras.demonstrations import add_given, read_comparisons, with_given
 from rl.data.batching import make_batch
 from rl.data.order import prompts_for_step
-from rl.data.prompts import count_steps
 from rl.data.types import take_rows
 from rl.flags import AtLeast1, Count, Few, NotNegative, Positive, Share
 from rl.formulas import preference, schedule
@@ -140,7 +139,7 @@ def main(args: Args) -> dict[str, float]:
     solution = [f"extra_info.{args.solution_key}"] if args.pairs == "solution" else []
     columns = ["chosen", "rejected"] if args.offline else solution
     train_rows = add_given(train_rows, tokenizer, columns, args.max_response_length, args.data.filter_overlong_prompts)
-    total_steps = count_steps(args.data, len(train_rows), args.train_batch_size)  # of the rows that are left
+    total_steps = args.data.count_steps(len(train_rows), args.train_batch_size)  # of the rows that are left
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
     num_mini_batches = math.ceil(args.train_batch_size / mini_batch_size)  # of a step
 

@@ -26,8 +26,8 @@ from extras.demonstrations import load_comparisons
 from extras.judges import fixed_scores, load_reward_model, sequence_scores
 from rl.console import progress
 from rl.data.batching import collate, plan_updates
+from rl.data.flags import Files
 from rl.data.order import prompts_for_step
-from rl.data.prompts import Files, count_steps
 from rl.data.types import Evaluation, take_rows
 from rl.flags import AtLeast1, Count, Every, Free, NotNegative, Positive, Share
 from rl.formulas import schedule
@@ -73,7 +73,7 @@ def main(args: Args) -> dict[str, float]:
     )
     train = load(args.data.train_files)  # pairs of samples (chosen, rejected)
     val = load(args.data.val_files) if args.data.val_files else []
-    total_steps = count_steps(args.data, len(train), args.train_batch_size)
+    total_steps = args.data.count_steps(len(train), args.train_batch_size)
 
     run = Run(args, tokenizer, total_steps)
     ranks = run.ranks

@@ -42,7 +42,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import step_time  # noqa: E402
 from benchmarks.noise_reward import compute_score  # noqa: E402
 from extras.lora import LoRA  # noqa: E402
-from rl.data.encode import stop_token_ids  # noqa: E402
+from rl.data.template import stop_token_ids  # noqa: E402
 
 Row = Literal["A", "B", "C", "D", "E"]
 

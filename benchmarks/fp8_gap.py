@@ -20,8 +20,9 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from extras.engines import hf
 from rl.data.batching import collate
-from rl.data.encode import encode_prompts, load_tokenizer, stop_token_ids
+from rl.data.encode import encode_prompts
 from rl.data.rows import read_rows
+from rl.data.template import load_tokenizer, stop_token_ids
 from rl.data.types import Sampling, take_rows
 from rl.model.load import load_pretrained
 from rl.model.logprobs import token_logprobs

@@ -212,7 +212,7 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     from benchmarks import hybrids
     from data import arithmetic
     from extras.demonstrations import load_demonstrations
-    from rl.data.encode import load_tokenizer
+    from rl.data.template import load_tokenizer
     from rl.data.types import take_rows
     from rl.model import load as models
     from rl.model.checks import check_trainable

@@ -46,8 +46,9 @@ from benchmarks import make_model  # noqa: E402
 from data import arithmetic  # noqa: E402
 from extras.plan.flops import train_flops  # noqa: E402
 from rl.data import batching  # noqa: E402
-from rl.data.encode import encode_prompts, stop_token_ids  # noqa: E402
+from rl.data.encode import encode_prompts  # noqa: E402
 from rl.data.rows import read_rows  # noqa: E402
+from rl.data.template import stop_token_ids  # noqa: E402
 from rl.model.attention import choose_attention  # noqa: E402
 from rl.ranks import Ranks, init_ranks  # noqa: E402
 from rl.sampling.engines import vllm  # noqa: E402

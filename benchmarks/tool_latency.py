@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import step_time
 from data import arithmetic
 from extras.agents import EnvironmentFlags, open_partner
-from rl.data.encode import load_tokenizer, stop_token_ids
+from rl.data.template import load_tokenizer, stop_token_ids
 from rl.data.types import Completion, Request, Sample, Sampling
 from rl.model.load import load_pretrained
 from rl.ranks import init_ranks

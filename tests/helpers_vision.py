@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 
 from data import dots, files
 from extras import images
-from rl.data.encode import encode_prompts, load_tokenizer
+from rl.data.encode import encode_prompts
 from rl.data.rows import read_rows
+from rl.data.template import load_tokenizer
 
 TOKENS = 9  # of an image of the dots task that have features
 PLACEHOLDER = dots.QWEN_IDS["image_token_id"]  # of most families

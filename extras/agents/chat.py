@@ -28,7 +28,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.data.encode import encode_behind, without_control_tokens
 from rl.data.rows import Row, named
-from rl.data.text import FAULTS, forms, render, start_of, write
+from rl.data.template import FAULTS, render
+from rl.data.text import forms, start_of, write
 
 TURN, THOUGHT = "\u2042turn", "\u2042thought"  # found again in what a template makes of them
 

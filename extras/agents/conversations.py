@@ -16,7 +16,7 @@ from extras.agents.chat import Chat, prompt_text
 from extras.agents.environments import Answer, Environments
 from extras.agents.outcome import make_outcome
 from rl.console import say
-from rl.data.text import FAULTS
+from rl.data.template import FAULTS
 from rl.data.types import Outcome
 from rl.sampling.rollouts import Trajectory
 

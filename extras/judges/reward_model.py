@@ -15,7 +15,7 @@ from rl import stop
 from rl.console import say
 from rl.data.batching import collate, plan_micro_batches
 from rl.data.rows import Row
-from rl.data.text import Rendering, rendering_of, variables
+from rl.data.template import Rendering, rendering_of, variables
 from rl.data.types import Sample, Score
 from rl.model.checks import check_model
 from rl.model.load import load_model

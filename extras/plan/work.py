@@ -208,8 +208,9 @@ def first_rows(file: Path) -> list[dict]:
 def mean_lengths(args: Any, v: dict[str, Any], rows: list[dict]) -> tuple[float, float | None]:
     """Mean tokens of prompts, and of responses that the data has, of some rows. Raises as the readers of data do."""
     from extras.demonstrations import mean_tokens
-    from rl.data.encode import encode_prompts, load_tokenizer
+    from rl.data.encode import encode_prompts
     from rl.data.rows import read_rows
+    from rl.data.template import load_tokenizer
 
     if not rows or any(row.get("images") for row in rows):
         raise ValueError("rows with images are not measured" if rows else "there are no rows")

@@ -29,7 +29,7 @@ from extras.samplers.weight_files import WeightWriter
 from rl import console, stop
 from rl.console import say
 from rl.data.rows import Row
-from rl.data.text import rendering_of
+from rl.data.template import rendering_of
 from rl.data.types import Evaluation, Sample, sample_of
 from rl.ranks import Ranks
 from rl.sampling.engines.flags import Rollout

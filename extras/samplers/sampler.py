@@ -26,9 +26,8 @@ from extras.samplers import protocol
 from extras.samplers.connection import Connection, Gone
 from extras.samplers.inbox import Inbox
 from rl.console import say
-from rl.data.encode import load_tokenizer
 from rl.data.order import derive_seed
-from rl.data.text import Rendering
+from rl.data.template import Rendering, load_tokenizer
 from rl.flags import Seconds
 from rl.ranks import PR_SET_PDEATHSIG, init_ranks
 from rl.sampling.engines import Engine, make_engine

@@ -1,46 +1,16 @@
-"""Text in, token ids out: tokenizers, and the token ids of prompts."""
+"""Text in, token ids out: the token ids of prompts, and of a text where it goes on behind another one."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rl.data.attachments import attachments_of
 from rl.data.packed import Lazy, derive
 from rl.data.rows import Row, named, shown
-from rl.data.text import Texts, check_vocabulary, continued, prepare, shown_count, start_of, write
-
-
-def load_tokenizer(
-    model: str, texts: Texts | None = None, *, day: str | None = None, flag: str = "--model"
-) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model's folder or Hugging Face id, whose chat template is used as `texts` and `day` say, see
-    `prepare`. Raises ValueError naming `flag` if there is none.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"{flag} {model}: no tokenizer can be loaded from there ({reason}); give the folder of a model, such as a "
-            "checkpoint's global_step_N/huggingface, or an id of the Hugging Face Hub"
-        ) from error
-    return prepare(tokenizer, texts or Texts(), day)
-
-
-def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends a response: the end-of-sequence ids of the tokenizer, the config and the generation config.
-
-    They often differ: one ends the turns of an instruction-tuned model, another the documents of its base model.
-    """
-    config = AutoConfig.from_pretrained(model)  # one with another in it may have no such id, but the other has
-    found = [tokenizer.eos_token_id, *(getattr(x, "eos_token_id", None) for x in (config, config.get_text_config()))]
-    with contextlib.suppress(OSError):  # raised for a model without one
-        found.append(GenerationConfig.from_pretrained(model).eos_token_id)
-    ids = [i for ids in found for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
-    return tuple(dict.fromkeys(ids))
+from rl.data.template import continued
+from rl.data.text import check_vocabulary, shown_count, start_of, write
 
 
 def encode_prompts(

@@ -3,35 +3,16 @@
 import os
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rl.console import say
 from rl.data.encode import encode_prompts
+from rl.data.flags import Data
 from rl.data.packed import Lazy, Reader
 from rl.data.rows import Paths, Row, as_paths, named, no_ground_truth, read_rows
-from rl.data.text import Texts
-from rl.flags import AtLeast1, Free
-
-
-@dataclass(frozen=True)
-class Files(Texts):
-    """data and length of the run"""
-
-    # parquet or jsonl; docs/rewards.md has verl's schema for RL, and the pages of sft.py and train_reward.py theirs
-    train_files: Free[tuple[str, ...]] = ("data/gsm8k/train.parquet",)
-    val_files: Free[tuple[str, ...]] = ("data/gsm8k/test.parquet",)  # held-out files, same schema
-    total_epochs: Free[AtLeast1] = 1  # passes over the training files
-    total_training_steps: Free[AtLeast1 | None] = None  # overrides --total-epochs
-
-
-@dataclass(frozen=True)
-class Data(Files):
-    """data and length of the run"""
-
-    filter_overlong_prompts: bool = False  # drop prompts longer than --max-prompt-length
 
 
 def load_prompts(
@@ -50,22 +31,17 @@ def load_prompts(
     rows are no prompts in verl's schema; text_of, how the policy's partner makes a text of a prompt, if there is a
     partner. Raises ValueError for every mistake in the data.
     """
-    train, val = data.train_files, data.val_files
-    kept = dict(needs_truth=needs_truth, has_partner=text_of is not None)
-    train_rows = read_train(train) if read_train else read_prompts(train, **kept)
-    val_rows = read_prompts(val, **kept) if evaluates else []
-    filters = data.filter_overlong_prompts
-    way = dict(max_prompt_length=max_prompt_length, filter_overlong_prompts=filters, text_of=text_of)
-    return encode_prompts(tokenizer, train_rows, **way), encode_prompts(tokenizer, val_rows, **way)
-
-
-def count_steps(files: Files, num_rows: int, batch_size: int, *, flag: str = "--train-batch-size") -> int:
-    """Training steps of a run: --total-training-steps, or the whole batches of --total-epochs passes over the rows.
-    Raises ValueError naming `flag` if a batch is larger than the data.
-    """
-    if not 1 <= batch_size <= num_rows:
-        raise ValueError(f"{flag} {batch_size} must be between 1 and the {num_rows} rows of the training data")
-    return files.total_training_steps or files.total_epochs * (num_rows // batch_size)
+    read = partial(read_prompts, needs_truth=needs_truth, has_partner=text_of is not None)
+    encode = partial(
+        encode_prompts,
+        tokenizer,
+        max_prompt_length=max_prompt_length,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        text_of=text_of,
+    )
+    train_rows = (read_train or read)(data.train_files)
+    val_rows = read(data.val_files) if evaluates else []
+    return encode(train_rows), encode(val_rows)
 
 
 def read_prompts(files: Paths, *, needs_truth: bool = True, has_partner: bool = False) -> Lazy[Row]:

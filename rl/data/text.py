@@ -1,9 +1,8 @@
-"""Rows become text: the chat template, its arguments and its date, and the proof that no text of a row is lost.
+"""Rows become text, and no text of a row is lost.
 
-All text that a chat template writes comes from `render`. A template may drop what it gets: earlier thoughts, the system
-message, a description of a tool. `write` finds out, without knowing what a template does to a text (it may escape it,
-or write a schema as a TypeScript type). It renders the row again with a marker behind each word, and each marker has to
-be in the result.
+A chat template may drop what it gets: earlier thoughts, the system message, a description of a tool. `write` finds out,
+without knowing what a template does to a text (it may escape it, or write a schema as a TypeScript type). It renders
+the row again with a marker behind each word, and each marker has to be in the result.
 
 That would double the cost of every row. So rows of the same shape, which means with the same roles, fields and numbers,
 share a skeleton: what the template writes between their texts. A row whose text is this skeleton with the row's texts
@@ -12,27 +11,20 @@ filled in has lost nothing. Only other rows are rendered again.
 
 import contextlib
 import functools
-import inspect
 import itertools
 import json
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import date, datetime
 from typing import Any
-from unittest import mock
 
-import jinja2
-import jinja2.meta
 import markupsafe
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import chat_template_utils
 
 from rl.data.attachments import attachments_of
-from rl.data.rows import Row, from_json, is_absent, named, shown
-from rl.flags import Free
+from rl.data.rows import Row, is_absent, named, shown
+from rl.data.template import FAULTS, render, rendering_of, variables
 
 Tokenizer = PreTrainedTokenizerBase
 Mark = Callable[[str, str], str]  # (place, text) -> what stands there instead
@@ -42,113 +34,11 @@ METADATA = frozenset({"role", "type", "id", "tool_call_id"})
 SCHEMA_METADATA = frozenset({"type", "required", "title", "strict", "$schema", "$id", "$ref", "$comment", "$anchor"})
 SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 SCHEMA_DATA = frozenset({"enum", "const", "default", "examples"})
-THOUGHTS = ("<think>", "<thinking>", "[THINK]", "<seed:think>")  # what a partial answer that thinks begins with
-THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of a message, in the templates that read one
 MARKER = re.compile(r"zq(\d+)zq")  # letters and digits, which no template escapes
 # Words and signs, but not the tags, such as </think>, at which templates cut.
 WORD = re.compile(r"<[^\s<>]+>|\[/?[A-Z_]+\]|◁[^\s◁▷]+▷|(?P<word>\w+|[^\w\s<\[◁]+|[<\[◁])")
 NO_SKELETON = ["\0"]  # fits no text
 MOST_SHAPES = 1000
-# What a template may raise.
-FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-
-
-@dataclass(frozen=True)
-class Texts:
-    """how the rows of the data become tokens"""
-
-    # JSON object with more arguments for the chat template, such as '{"enable_thinking": false}'
-    apply_chat_template_kwargs: str = "{}"
-    # take rows with text that is not among their tokens, such as earlier thoughts, which some templates drop
-    allow_dropped_text: Free[bool] = False
-
-
-@dataclass
-class Rendering:
-    """How a run uses a chat template. It is the attribute `rendering` of the tokenizer that `prepare` returns."""
-
-    arguments: dict[str, Any] = field(default_factory=dict)  # of the template, beside messages and tools
-    day: str = field(default_factory=lambda: date.today().isoformat())  # "today" for the template, such as 2026-01-31
-    allow_dropped_text: bool = False
-    skeletons: dict[tuple, list[str]] = field(default_factory=dict)  # by shape
-
-
-def prepare(tokenizer: Tokenizer, flags: Texts, day: str | None) -> Tokenizer:
-    """The tokenizer, whose chat template gets --apply-chat-template-kwargs and the `day` (ISO format) from now on.
-
-    None stands for today. Raises ValueError, naming the flag, for a text that is not a JSON object, for an argument
-    that is set by this program, and for one that the template does not read.
-    """
-    flag = f"--apply-chat-template-kwargs {flags.apply_chat_template_kwargs}"
-    arguments = from_json(flags.apply_chat_template_kwargs)
-    if not isinstance(arguments, dict):
-        raise ValueError(f"{flag} is not a JSON object; write one such as '{{\"enable_thinking\": false}}'")
-    ours = {"messages", "strftime_now", "raise_exception", *inspect.signature(tokenizer.apply_chat_template).parameters}
-    if taken := sorted(ours & arguments.keys()):
-        raise ValueError(f"{flag}: {taken[0]!r} is set by this program; leave it out")
-    read = variables(tokenizer) if arguments else frozenset()
-    if unread := sorted(arguments.keys() - read):
-        others = ", ".join(sorted(read - ours)) or "nothing else"
-        raise ValueError(
-            f"{flag}: the chat template of {tokenizer.name_or_path!r} does not read {unread[0]!r}, so it would change "
-            f"nothing; leave it out, or correct its name (beside messages, the template reads {others})"
-        )
-    tokenizer.rendering = Rendering(arguments, day or date.today().isoformat(), flags.allow_dropped_text)
-    return tokenizer
-
-
-def rendering_of(tokenizer: Tokenizer) -> Rendering:
-    """How the chat template is used: as `prepare` was told, by default without arguments and with the date of today."""
-    return vars(tokenizer).setdefault("rendering", Rendering())
-
-
-def variables(tokenizer: Tokenizer) -> frozenset[str]:
-    """The names that the chat template of a tokenizer reads: messages, tools, bos_token, strftime_now, ..."""
-    template = tokenizer.chat_template or ""
-    return _variables("".join(template.values()) if isinstance(template, dict) else template)
-
-
-@functools.lru_cache
-def _variables(template: str) -> frozenset[str]:
-    without_marks = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # a tag that only transformers knows
-    try:
-        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_marks)
-    except jinja2.TemplateSyntaxError:  # an error as soon as there are messages to render
-        return frozenset()
-    assigned = {x.name for x in tree.find_all(jinja2.nodes.Name) if x.ctx == "store"}
-    tried = (x for x in tree.find_all((jinja2.nodes.Test, jinja2.nodes.Filter)) if x.name in ("defined", "default"))
-    optional = {x.node.name for x in tried if isinstance(x.node, jinja2.nodes.Name)}
-    return frozenset(jinja2.meta.find_undeclared_variables(tree) - (assigned - optional))
-
-
-def render(tokenizer: Tokenizer, messages: Sequence[dict], **how: Any) -> str:
-    """What the chat template writes. Raises what the template raises.
-
-    Args: how, arguments of `apply_chat_template`: add_generation_prompt, tools, chat_template, continue_final_message.
-    """
-    rendering = rendering_of(tokenizer)
-    # A run that is resumed on another day has the prompts of its first day. A template asks this clock by strftime_now.
-    clock = type("Clock", (), {"now": lambda: datetime.fromisoformat(rendering.day)})
-    with mock.patch.object(chat_template_utils, "datetime", clock):
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, **rendering.arguments, **how)
-
-
-def continued(tokenizer: Tokenizer, messages: Sequence[dict], **how: Any) -> str:
-    """What the chat template writes if the policy is to go on with the last message, which is the assistant's.
-
-    If the message begins a thought, it stands behind the generation prompt, since templates expect whole thoughts.
-    Raises ValueError for a message that cannot be continued, or what the template raises.
-    """
-    *before, last = messages
-    if last.get("tool_calls"):
-        raise ValueError("it calls tools; end the prompt with their results, or leave the calls out")
-    said, tags = last["content"], [x for x in THOUGHTS if x in str(tokenizer.chat_template)]
-    if tag := next((x for x in tags if said.lstrip().startswith(x)), None):
-        closed, opened = (render(tokenizer, before, add_generation_prompt=x, **how) for x in (False, True))
-        opening = opened[len(closed) :] if opened.startswith(closed) else ""  # with a thought of its own, perhaps empty
-        return opened[: len(opened) - len(opening)] + opening.partition(tag)[0] + said
-    field = next((x for x in THOUGHT_FIELDS if last.get(x)), True)
-    return render(tokenizer, messages, continue_final_message=True if said.strip() else field, **how)
 
 
 def write(

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, core_model_loading
 
 from extras.images import check_second_model as check_same_images
-from rl.data.encode import load_tokenizer
+from rl.data.template import load_tokenizer
 from rl.model.roles import CAUSAL_LM, CausalLM, Learning
 
 PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # tokenizers differ in this text

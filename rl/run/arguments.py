@@ -19,7 +19,7 @@ from extras.families import check_routed
 from extras.judges import RewardModelFlags, model_to_score
 from extras.lora import LoRA
 from extras.plan import Hardware, Planned, Settled, budget_of, hardware, settle
-from rl.data.prompts import Data
+from rl.data.flags import Data
 from rl.flags import AtLeast1, Auto, Free, Share, check_limits, flat, settled, spelled
 from rl.model.checks import LENGTHS, check_model
 from rl.model.roles import CAUSAL_LM

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from extras.families import check_shape, shape_of
 from rl.console import say
-from rl.data.text import rendering_of, variables
+from rl.data.template import rendering_of, variables
 from rl.flags import FREE, flat, marked, spelled
 from rl.model.checks import PROBE
 from rl.ranks import Ranks

@@ -17,7 +17,7 @@ from extras.plan import budget_of, compiling_pays, hardware, rehearse
 from rl import stop
 from rl.console import let_go_of_output, progress_line, say, show_sample, started
 from rl.data.batching import Update
-from rl.data.encode import stop_token_ids
+from rl.data.template import stop_token_ids
 from rl.data.types import Batch, Evaluation, Response, Sample, Score
 from rl.flags import settled
 from rl.model.sharding import copy_weights, keep_moments_on_host, offload, onload

@@ -8,7 +8,7 @@ from extras.agents import check_rows, open_partner
 from extras.judges import open_judges
 from rl.data.attachments import refuse_attachments
 from rl.data.packed import Lazy, Reader, Row
-from rl.data.prompts import count_steps, load_prompts
+from rl.data.prompts import load_prompts
 from rl.data.types import Sampling
 from rl.run.arguments import check
 from rl.sampling.groups import sampling_settings
@@ -53,7 +53,7 @@ def load_task(args: Any, *, prompts_per_step: int | None = None, read_train: Rea
         refuse_attachments(train_rows + val_rows, f"{reader} reads", "leave such rows out, or it")
     num_prompts = prompts_per_step or args.train_batch_size
     flag = "--train-batch-size" if num_prompts == args.train_batch_size else "--gen-batch-size"
-    total_steps = count_steps(args.data, len(train_rows), num_prompts, flag=flag)
+    total_steps = args.data.count_steps(len(train_rows), num_prompts, flag=flag)
     judged = val_rows if read_train else train_rows + val_rows
     scorer = make_scorer(
         rewards.functions,

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rl.console import progress
-from rl.data.encode import stop_token_ids
+from rl.data.template import stop_token_ids
 from rl.data.types import Sample, Sampling
 from rl.sampling.engines.base import Engine
 from rl.sampling.flags import Decoding

@@ -13,8 +13,9 @@ from data import files, gsm8k
 from extras.agents import EnvironmentFlags, check_rows
 from extras.demonstrations.rows import read_comparisons, read_demonstrations
 from rl.data.encode import encode_prompts, prompt_text
+from rl.data.flags import Data, Files
 from rl.data.order import permutation, prompts_for_step
-from rl.data.prompts import Data, Files, count_steps, load_prompts, read_prompts
+from rl.data.prompts import load_prompts, read_prompts
 from rl.data.rows import read_rows
 from rl.model.checks import check_context
 from rl.run.arguments import Rewards
@@ -262,12 +263,12 @@ def test_rows_without_a_ground_truth_are_left_out_where_the_data_source_decides(
 
 
 def test_steps_are_whole_batches_of_all_epochs_unless_their_number_is_given():
-    assert count_steps(Files(), 10, 4) == 2
-    assert count_steps(Files(total_epochs=3), 10, 4) == 6
-    assert count_steps(Files(total_epochs=3, total_training_steps=50), 10, 10) == 50
+    assert Files().count_steps(10, 4) == 2
+    assert Files(total_epochs=3).count_steps(10, 4) == 6
+    assert Files(total_epochs=3, total_training_steps=50).count_steps(10, 10) == 50
     for batch_size in (0, 11):
         with pytest.raises(ValueError, match=f"--gen-batch-size {batch_size} must be between 1 and the 10 rows"):
-            count_steps(Files(total_training_steps=50), 10, batch_size, flag="--gen-batch-size")
+            Files(total_training_steps=50).count_steps(10, batch_size, flag="--gen-batch-size")
 
 
 def test_missing_parquet_column_and_null(tmp_path):

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data import smollm2
-from rl.data.encode import encode_prompts, stop_token_ids
+from rl.data.encode import encode_prompts
+from rl.data.template import stop_token_ids
 from rl.model.checks import check_trainable
 
 

@@ -16,8 +16,9 @@ from extras.demonstrations.encode import add_given, encode_conversation, encode_
 from extras.demonstrations.rows import read_comparisons, read_demonstrations
 from extras.judges.reward_model import prepare_like
 from rl.data.encode import encode_prompts
+from rl.data.flags import Texts
 from rl.data.rows import read_rows
-from rl.data.text import Texts, prepare, rendering_of, variables
+from rl.data.template import prepare, rendering_of, variables
 from rl.flags import build
 from rl.run.arguments import check
 

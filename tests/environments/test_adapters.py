@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 import train_grpo
 from extras.agents import EnvironmentFlags, open_partner
-from rl.data.encode import load_tokenizer, stop_token_ids
+from rl.data.template import load_tokenizer, stop_token_ids
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 REWARD = str(ROOT / "rewards" / "environment.py")

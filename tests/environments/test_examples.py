@@ -16,8 +16,9 @@ from extras.agents.worker import Call, Reply, Tools
 from extras.demonstrations.encode import encode_demonstration
 from extras.demonstrations.rows import read_demonstrations
 from rewards.environment import compute_score
-from rl.data.encode import encode_prompts, load_tokenizer, stop_token_ids
+from rl.data.encode import encode_prompts
 from rl.data.rows import read_rows
+from rl.data.template import load_tokenizer, stop_token_ids
 
 
 @pytest.mark.parametrize(

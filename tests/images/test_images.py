@@ -20,8 +20,9 @@ from extras import images
 from extras.demonstrations.encode import encode_demonstration
 from extras.demonstrations.rows import read_demonstrations
 from rl.data.batching import collate, shared_prefix
-from rl.data.encode import encode_prompts, load_tokenizer
+from rl.data.encode import encode_prompts
 from rl.data.rows import read_rows
+from rl.data.template import load_tokenizer
 from rl.data.types import Sample
 from rl.flags import build
 

@@ -30,7 +30,7 @@ from extras.demonstrations import load_demonstrations
 from extras.engines import hf
 from extras.judges import critic, scalar_models
 from extras.lora import LoRA
-from rl.data.encode import load_tokenizer
+from rl.data.template import load_tokenizer
 from rl.data.types import Sampling
 from rl.flags import build
 from rl.model import load as models

@@ -29,8 +29,8 @@ from extras.families.vision import Vision
 from extras.lora import LoRA
 from extras.lora import adapters as lora
 from rl.data.batching import collate, plan_updates
-from rl.data.encode import load_tokenizer
 from rl.data.rows import read_rows
+from rl.data.template import load_tokenizer
 from rl.data.types import Sampling, take_rows
 from rl.flags import build
 from rl.model import load as models

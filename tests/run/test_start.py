@@ -20,7 +20,7 @@ from extras.plan import compiling_pays
 from extras.plan.compiling import seconds_saved
 from extras.plan.rehearsal import largest_micro_batch
 from rl import console
-from rl.data.encode import load_tokenizer
+from rl.data.template import load_tokenizer
 from rl.flags import build
 from rl.model.load import load_pretrained
 from rl.model.logprobs import token_logprobs

@@ -33,8 +33,8 @@ from extras.engines import hf
 from extras.engines.hf import processed_logprobs
 from extras.lora.adapters import is_adapter
 from rl.data.batching import collate
-from rl.data.encode import stop_token_ids
 from rl.data.order import derive_seed
+from rl.data.template import stop_token_ids
 from rl.data.types import Completion, Sampling
 from rl.flags import build
 from rl.model import load as models

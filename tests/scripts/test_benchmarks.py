@@ -67,8 +67,8 @@ from benchmarks.tables import RESULTS
 from data import arithmetic
 from extras.families import delta_rule, recurrent
 from extras.plan.flops import train_flops
-from rl.data.encode import stop_token_ids
 from rl.data.order import prompts_for_step
+from rl.data.template import stop_token_ids
 from rl.flags import change, flat
 from rl.run.arguments import check
 

@@ -40,9 +40,9 @@ from extras.judges import check_critic
 from extras.lora import LoRA
 from extras.variants import token_selection
 from rl import flags
-from rl.data.encode import load_tokenizer
+from rl.data.flags import Data
 from rl.data.order import derive_seed
-from rl.data.prompts import Data, count_steps
+from rl.data.template import load_tokenizer
 from rl.flags import build
 from rl.model import load as models
 from rl.model.checks import check_model
@@ -725,8 +725,8 @@ def test_the_learning_rate_follows_its_schedule(grpo):
 
 
 def test_epochs_are_counted_in_whole_batches():
-    assert count_steps(Data(total_epochs=2), 64, 20) == 6  # 3 batches of 20, twice
-    assert count_steps(Data(total_epochs=2, total_training_steps=5), 64, 20) == 5
+    assert Data(total_epochs=2).count_steps(64, 20) == 6  # 3 batches of 20, twice
+    assert Data(total_epochs=2, total_training_steps=5).count_steps(64, 20) == 5
 
 
 def test_uneven_batches_on_two_ranks_give_what_one_rank_gives(task, tmp_path, monkeypatch, in_double):
