@@ -8,6 +8,7 @@ docs/environments.md has the contract of a user's class.
     conversations.py    the partner of the policy: what is said, and when a conversation ends
     chat.py             messages become tokens, and turns become text and calls, by the chat template
     environments.py     the trainer's side of the processes in which environments live; worker.py is the other side
+    schemas.py          tools and calls of tools in the rows of the data
     outcome.py          what a conversation says to reward functions, metrics, advantages and the log
 """
 
@@ -60,6 +61,29 @@ def check_rows(flags: EnvironmentFlags, rows: Sequence[dict[str, Any]]) -> None:
                 f"{named(row)}: has need_tools_kwargs, values for {names} that the policy does not see; --tools get "
                 "what the policy writes alone. Leave the row out, or give --environment, whose `reset` gets the row"
             )
+
+
+def with_tools(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """The row with its column `tools` checked, or without it if it is empty: see `schemas.with_tools`."""
+    if "tools" not in row:
+        return row
+    from extras.agents import schemas
+
+    return schemas.with_tools(row, where)
+
+
+def check_calls(calls: Any, where: str) -> list[dict]:
+    """The `tool_calls` of a message in one form: see `schemas.check_calls`. Raises ValueError if they have none."""
+    from extras.agents import schemas
+
+    return schemas.check_calls(calls, where)
+
+
+def with_json_arguments(message: dict) -> dict:
+    """The message with the arguments of its calls as JSON texts, which some templates want."""
+    from extras.agents import schemas
+
+    return schemas.with_json_arguments(message)
 
 
 def metrics_of(responses: Sequence[Any]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from extras.agents import check_calls, with_tools
 from rl.console import progress
 from rl.data.attachments import check_attachments, read_attachments
 from rl.data.packed import Lazy, Packed, Row
@@ -67,7 +68,7 @@ def read_files(files: Paths, check: Callable[[Row, str], Row], *, has_partner: b
             place = f"{file}: row {i}"
             _check_supported(row, place, has_partner)
             attachments = read_attachments(row, place, file.parent)
-            row = _with_tools(check(row, place), place) | attachments | {"row_index": len(checked), "row_place": place}
+            row = with_tools(check(row, place), place) | attachments | {"row_index": len(checked), "row_place": place}
             try:
                 checked.append(row)
             except RecursionError:
@@ -169,12 +170,6 @@ def check_only(row: Row, name: str, others: Sequence[str], where: str) -> None:
         raise ValueError(f"{where}: has {name} and {twice[0]}, and only one can be used; remove the other column")
 
 
-def _with_tools(row: Row, where: str) -> Row:
-    """The row with its `tools` checked, or without the column if it has none."""
-    rest = {name: x for name, x in row.items() if name != "tools"}
-    return rest if is_absent(row.get("tools")) else rest | {"tools": _check_tools(row["tools"], f"{where}: tools")}
-
-
 def _check_rl_row(row: Row, where: str) -> Row:
     check_columns(row, ("prompt", "data_source", "reward_model"), where)
     if not isinstance(row["data_source"], str) or not row["data_source"]:
@@ -205,7 +200,7 @@ def check_text(text: Any, where: str) -> str:
     """The text. Raises ValueError if it is not a string, is empty, or has no form in UTF-8."""
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{where} is {shown(text)}; it must be a string that is not empty")
-    _check_encodable(text, where)
+    check_encodable(text, where)
     return text
 
 
@@ -215,72 +210,37 @@ def check_messages(messages: Any, where: str) -> list[dict]:
     """
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise ValueError(f"{where} is {shown(messages)}; it must be a string or a list of {{role, content}}")
-    messages = [_set_fields(m) | {"content": m.get("content")} for m in messages]
+    messages = [set_fields(m) | {"content": m.get("content")} for m in messages]
     for i, message in enumerate(messages):
         if isinstance(parts := message["content"], list):
             is_text = all(isinstance(x, dict) and isinstance(x.get("text"), str) for x in parts)
             message["content"] = "".join(x["text"] for x in parts) if is_text else parts
         if calls := message.get("tool_calls"):
-            message["tool_calls"] = _check_calls(calls, f"{where}[{i}].tool_calls")
+            message["tool_calls"] = check_calls(calls, f"{where}[{i}].tool_calls")
             message["content"] = message["content"] or ""
         role, content = message.get("role"), message["content"]
         if not isinstance(role, str) or not isinstance(content, str) or not role:
             raise ValueError(f"{where}[{i}] is {shown(message)}; it must hold a role and a content, both strings")
-        _check_encodable(json.dumps(message, ensure_ascii=False, default=str), f"{where}[{i}]")
+        check_encodable(json.dumps(message, ensure_ascii=False, default=str), f"{where}[{i}]")
     if not any(m["content"].strip() for m in messages):
         raise ValueError(f"{where} is {shown(messages)}; it must hold some text")
     return messages
 
 
-def _check_calls(calls: Any, where: str) -> list[dict]:
-    """Calls as OpenAI's API writes them, {"type": "function", "function": {"name", "arguments"}}, or the inner dicts.
-    Arguments are a dict, as templates want them, or its JSON text, as the API writes it, which becomes a dict.
-    """
-    checked = []
-    for call in calls if isinstance(calls, list) else [calls]:
-        call = call if isinstance(call, dict) else {}
-        if "function" not in call:
-            call = {"id": call.get("id"), "function": {x: y for x, y in call.items() if x not in ("id", "type")}}
-        function = _set_fields(call["function"] if isinstance(call["function"], dict) else {})
-        name, arguments = function.get("name"), from_json(function.get("arguments", {}))
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-            raise ValueError(
-                f"{where} is {shown(calls)}; each must hold a function with its name and arguments, a dict or its JSON"
-            )
-        checked.append(_set_fields(call) | {"type": "function", "function": function | {"arguments": arguments}})
-    return checked
-
-
-def _check_tools(tools: Any, where: str) -> list[dict]:
-    """JSON schemas of functions, or a JSON text of such a list, which parquet cannot pad with nulls."""
-    found = from_json(tools)
-    functions = [x.get("function") if isinstance(x, dict) else None for x in found] if isinstance(found, list) else [0]
-    if not all(isinstance(x, dict) and isinstance(x.get("name"), str) for x in functions):
-        raise ValueError(f'{where} is {shown(tools)}; it must be a list of {{"type": "function", "function": ...}}')
-    _check_encodable(json.dumps(found, ensure_ascii=False, default=str), where)
-    return found
-
-
-def from_json(value: Any) -> Any:
-    """What a JSON text holds; anything else as it is."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        return value
-
-
-def _set_fields(value: dict) -> dict:
+def set_fields(value: dict) -> dict:
+    """A dict without the fields that are null."""
     return {key: x for key, x in value.items() if x is not None}
 
 
 def _without_nulls(value: Any) -> Any:
     """A value without the keys of dicts that are null, at any depth."""
     if isinstance(value, dict):
-        return {key: _without_nulls(x) for key, x in _set_fields(value).items()}
+        return {key: _without_nulls(x) for key, x in set_fields(value).items()}
     return [_without_nulls(x) for x in value] if isinstance(value, list) else value
 
 
-def _check_encodable(text: str, where: str) -> None:
+def check_encodable(text: str, where: str) -> None:
+    """Raise ValueError if a text has no form in UTF-8."""
     try:
         text.encode("utf-8")  # JSON can spell a lone surrogate, which no tokenizer takes
     except UnicodeEncodeError as error:

@@ -22,6 +22,7 @@ from typing import Any
 import markupsafe
 from transformers import PreTrainedTokenizerBase
 
+from extras.agents import with_json_arguments
 from rl.data.attachments import attachments_of
 from rl.data.rows import Row, is_absent, named, shown
 from rl.data.template import FAULTS, render, rendering_of, variables
@@ -85,7 +86,7 @@ def write(
             return draw(tokenizer, said, tools=schemas or None, **how)
         except FAULTS:
             with contextlib.suppress(*FAULTS):  # DeepSeek-V3's template wants the arguments of calls as JSON
-                return draw(tokenizer, [_with_json_arguments(x) for x in said], tools=schemas or None, **how)
+                return draw(tokenizer, [with_json_arguments(x) for x in said], tools=schemas or None, **how)
             raise
 
     try:
@@ -99,13 +100,6 @@ def write(
         renamed = {f"{field}[{len(messages) - 1}].content": last} if last else {}
         _check(tokenizer, row, text, marked, drawn, way, renamed)
     return attachments.in_text(text)
-
-
-def _with_json_arguments(message: dict) -> dict:
-    calls = message.get("tool_calls") or []
-    texts = [json.dumps(x["function"]["arguments"], ensure_ascii=False) for x in calls]
-    calls = [x | {"function": x["function"] | {"arguments": text}} for x, text in zip(calls, texts, strict=True)]
-    return message | {"tool_calls": calls} if calls else message
 
 
 def start_of(tokenizer: PreTrainedTokenizerBase, text: str, limit: int | None) -> str:
