@@ -25,17 +25,17 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3387,
+    "core": 3367,
     "wall": 1717,
-    "import train_grpo": 4535,
-    "import sft": 4294,
-    "import eval": 1391,
+    "import train_grpo": 4515,
+    "import sft": 3935,
+    "import eval": 1371,
     "eval.py": 107,
     "sft.py": 95,
     "train_async.py": 165,
     "train_dapo.py": 221,
     "train_distill.py": 191,
-    "train_dpo.py": 194,
+    "train_dpo.py": 193,
     "train_grpo.py": 154,
     "train_grpo_variants.py": 240,
     "train_ppo.py": 218,
