@@ -30,7 +30,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.make_model import Random, config_of  # noqa: E402
-from extras.families import delta_rule, recurrent  # noqa: E402
+from extras.families import delta_rule, recurrent, ways  # noqa: E402
 from extras.lora import LoRA  # noqa: E402
 from extras.plan.flops import train_flops  # noqa: E402
 from rl.data.batching import collate, plan_micro_batches  # noqa: E402
@@ -38,7 +38,6 @@ from rl.data.types import Batch, Sample, take_rows  # noqa: E402
 from rl.model import load as models  # noqa: E402
 from rl.model import sharding  # noqa: E402
 from rl.model.logprobs import token_logprobs  # noqa: E402
-from rl.model.own_forward import use_forward, way_now  # noqa: E402
 from rl.model.roles import CausalLM  # noqa: E402
 from rl.ranks import Ranks, init_ranks  # noqa: E402
 
@@ -204,11 +203,6 @@ def differences(found: Any, expected: Any, mask: Tensor) -> dict[str, float]:
     }
 
 
-def way_of(model: nn.Module) -> str:
-    """Which of `models.WAYS` a model runs."""
-    return next(way for way, options in models.WAYS.items() if options == way_now(model))
-
-
 def check(args: Check) -> list[dict[str, Any]]:
     """Returns its lines."""
     ranks = replace(init_ranks(), dtype=getattr(torch, args.dtype))
@@ -238,12 +232,12 @@ def check(args: Check) -> list[dict[str, Any]]:
                 for kept in ("selective", "none", "full"):
                     memory = sharding.Memory(activation_checkpointing=kept, compile=compiled)
                     model = models.load_model(path, ranks, memory=memory, longest=1024)
-                    way, run = way_of(model), partial(of_policy, model, batch, ranks.device)
+                    way, run = ways.way_now(model), partial(of_policy, model, batch, ranks.device)
                     what = f"{'compiled' if compiled else 'eager'}, checkpointing {kept}"
                     line(family, what, expected, run, way=way)
                     if kept == "selective" and not compiled:
                         for other in WAYS.values():
-                            use_forward(model, **models.WAYS[other])
+                            ways.use_forward(model, **ways.WAYS[other])
                             line(family, f"eager, {other}", expected, run, way=other)
     return lines
 
@@ -272,7 +266,7 @@ def speed(args: Speed) -> list[dict[str, Any]]:
     compiles = args.compile and ranks.device.type == "cuda"
     memory = sharding.Memory(activation_checkpointing=args.checkpointing, compile=compiles)
     model = models.tested(sharding.shard(model, ranks, memory), ranks, longest=args.longest)
-    chosen = way_of(model)
+    chosen = ways.way_now(model)
     spread = torch.linspace(args.shortest, args.longest, args.rows).long() - 1
     order = torch.randperm(args.rows, generator=torch.Generator().manual_seed(0))
     batch = random_batch(spread[order].tolist(), config.vocab_size)
@@ -292,7 +286,7 @@ def speed(args: Speed) -> list[dict[str, Any]]:
     work = dict(tokens=float(lengths.sum()), sum_squares=float((lengths * lengths).sum()), frozen=True)
     flops = train_flops(model, response_tokens=work["tokens"] - len(done), **work)
     for way in args.ways:
-        use_forward(model, **models.WAYS[WAYS[way.split()[0]]])
+        ways.use_forward(model, **ways.WAYS[WAYS[way.split()[0]]])
         with without_kernels(model) if way.endswith("without kernels") else nullcontext():
             start, line = now(), {"way": way, "chosen": chosen, "micro_batches": len(plan), "tokens": work["tokens"]}
             try:

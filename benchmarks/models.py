@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 
 PAGE = ROOT / "docs" / "models.md"
 OWN_HEAD = ", with the logits of its own forward"
-WAYS = ("packed", "packed, nothing shared", "packed but in recurrent layers")  # as in rl/model/load.py
+WAYS = ("packed", "packed, nothing shared", "packed but in recurrent layers")  # as in extras/families/ways.py
 WAYS = (*(f"{way}{head}" for way in WAYS for head in ("", OWN_HEAD)), "padded")
 SHORT = {way: way.replace(OWN_HEAD, ", own head") for way in WAYS}  # on the page
 ENGINES = ("yes", "by transformers", "other numbers", "no", "not tried", "")
@@ -251,7 +251,7 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         policy = models.load_model(export, ranks, memory=Memory(compile=False), longest=64)
-    found["way"] = hybrids.way_of(policy)
+    found["way"] = hybrids.ways.way_now(policy)
     if found["way"] == "padded":
         found["reason"] = printed.getvalue().split("since it cannot run packed: ")[1].split(". Padding")[0]
     ids, batch = sequences()
@@ -321,7 +321,7 @@ def compare(name: str, folder: Path, port: int, size: int, rank: int) -> dict[st
         for xs in ([gradients[k] - x for k, x in wanted.items()], wanted.values())
     )
     gaps = {"logprob_gap": max(ranks.all_gather([gap])), "grad_gap": error / norm}
-    return {"family": name, "way": hybrids.way_of(policy)} | {f"{key}_{size}": x for key, x in gaps.items()}
+    return {"family": name, "way": hybrids.ways.way_now(policy)} | {f"{key}_{size}": x for key, x in gaps.items()}
 
 
 def engine_gap(export: str, policy: torch.nn.Module, ranks: Any) -> dict[str, Any]:

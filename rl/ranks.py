@@ -36,7 +36,7 @@ class Ranks:
     data_size: int
     group: dist.ProcessGroup  # of all ranks
     data_group: dist.ProcessGroup  # of those that work on different data
-    # models of this process that compute what neighbouring rows share for each of them; see `load.choose_forward`
+    # models of this process that compute what neighbouring rows share for each of them; see `self_test.choose_forward`
     not_sharing: weakref.WeakSet = field(default_factory=weakref.WeakSet, compare=False, repr=False)
 
     @property

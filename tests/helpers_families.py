@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
+from extras.families import ways
 from extras.lora import adapters as lora
 from rl.data.types import Batch
 from rl.model import load as models
-from rl.model.own_forward import way_now
 from rl.model.sharding import Memory
 from rl.ranks import Ranks
 
@@ -30,7 +30,7 @@ DELTA = dict(
     layer_types=["linear_attention", "full_attention"],
 )  # fmt: skip
 STATES = dict(mamba_d_state=8, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_chunk_size=16, mamba_expand=2)
-PACKED, OWN_HEAD, BORDERS, BORDERS_OWN_HEAD, ROWS, ROWS_OWN_HEAD, PADDED = models.WAYS
+PACKED, OWN_HEAD, BORDERS, BORDERS_OWN_HEAD, ROWS, ROWS_OWN_HEAD, PADDED = ways.WAYS
 
 FAMILIES = {  # what is special -> config, its options, and the way that such a model runs
     "short windows": ("MistralConfig", SIZES | dict(sliding_window=8), PACKED),
@@ -141,9 +141,7 @@ def in_float32(batch: Batch) -> Batch:
     return batch.map(lambda _, x: x.float() if x.is_floating_point() else x)
 
 
-def way_of(model: nn.Module) -> str:
-    """Which of `models.WAYS` a model runs."""
-    return next(way for way, x in models.WAYS.items() if x == way_now(model))
+way_of = ways.way_now  # which of `WAYS` a model runs
 
 
 def plain(path: str) -> nn.Module:

@@ -30,11 +30,11 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from data import arithmetic
 from extras.engines import hf
+from extras.families.ways import WAYS, use_forward
 from extras.lora import adapters as lora
 from rl.data.order import derive_seed
 from rl.flags import build
 from rl.model import load as models
-from rl.model.own_forward import use_forward
 from rl.sampling.groups import seeded
 from rl.scoring.pool import Scorer
 
@@ -340,7 +340,7 @@ def choose_once(choose: Callable = models.choose_forward) -> Callable:
             options.get("longest"),
         )
         if key in TRIED and not any(lora.is_adapter(name) for name, _ in model.named_parameters()):
-            use_forward(model, **models.WAYS["packed"])
+            use_forward(model, **WAYS["packed"])
             return "packed"
         way = choose(model, ranks, **options)
         if way == "packed":

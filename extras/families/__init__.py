@@ -8,6 +8,7 @@ The file of a family is loaded for models that belong to it.
 """
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +37,41 @@ def _room(name: str) -> Any:
     return importlib.import_module(f"extras.families.{name}")
 
 
+def _config(path: str) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path)
+
+
 def _sees(config: Any) -> bool:
     return hasattr(config, "vision_config")
+
+
+def choose_way(trial: Any, problem: str) -> str:
+    """Let the model of a trial run in a way that is right, where `problem` is why it does not run packed as it is. All
+    ranks must enter. Raises ValueError if none is right: see `ways.choose_way`.
+    """
+    return _room("ways").choose_way(trial, problem)
+
+
+def replace_forward(module: Any, forward: Callable) -> None:
+    """Let a module run forward(module, own_forward, ...) from now on: see `forwards.replace_forward`."""
+    _room("forwards").replace_forward(module, forward)
 
 
 def auto_class(path: str) -> Any:
     """The class of transformers that loads the policy in `path`: with its vision tower if the data has images, or if
     there is no class without.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(path)
+    config = _config(path)
     return _room("vision").class_of(config) if _sees(config) else AutoModelForCausalLM
 
 
 def prompts_for_vllm(path: str) -> Any:
     """How vLLM reads prompts for the model in `path`, see `rl.sampling.engines.vllm.Prompts`; None for text alone."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path)
+    config = _config(path)
     return _room("vision").prompts_for_vllm(path, config) if _sees(config) else None
 
 
@@ -96,9 +113,7 @@ def count_experts(config: Any) -> int:
 
 def shape_of(path: str) -> tuple[int, int, int]:
     """Layers, experts that a token gets in each, and experts of a layer, by a model's config; 0 without experts."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path).get_text_config()
+    config = _config(path).get_text_config()
     return getattr(config, "num_hidden_layers", 0), getattr(config, "num_experts_per_tok", 0), count_experts(config)
 
 

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from extras.families import auto_class, shape_of
+from extras.families.forwards import replace_forward
 from rl.data.types import Batch
 from rl.model.family import Family, Pass
-from rl.model.forwards import replace_forward
 from rl.ranks import Ranks
 
 ROUTER = re.compile(r"Top[kK]Router$")  # ends the names of the classes of routers in transformers

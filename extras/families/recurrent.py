@@ -7,7 +7,7 @@ would run from one sequence into the next. So a sequence shares no beginning wit
               of mamba-ssm. The convolution is causal-conv1d's, or without that package the one below.
     rows      on any device: a padded row for each sequence, inside this layer only. Nothing flows back from padding.
 
-Without its kernels transformers drops the borders and says nothing, so `load.choose_forward` tries what is right.
+Without its kernels transformers drops the borders and says nothing, so `ways.choose_way` tries what is right.
 """
 
 import functools
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from extras.families import delta_rule
+from extras.families.forwards import replace_forward
 from rl.data.types import Batch
 from rl.model.attention import Packing
 from rl.model.family import Family, Pass
-from rl.model.forwards import replace_forward
 
 Apart = Literal["", "borders", "rows"]  # "": no layer is recurrent
 DELTA_RULE = "torch_chunk_gated_delta_rule"
@@ -35,7 +35,7 @@ SCANS = {DELTA_RULE: "fla", "mamba2_chunk_scan": "mamba_ssm"}  # functions of tr
 class Recurrent(Family):
     """A model's recurrent layers."""
 
-    shares_beginnings = False
+    runs_packed = shares_beginnings = False
 
     def __init__(self, mixers: tuple[nn.Module, ...]):
         self.mixers, self.apart = mixers, ""
@@ -46,16 +46,18 @@ class Recurrent(Family):
         separate(self.mixers, "", None)
 
     def ways(self, device: torch.device) -> tuple[list[str], str]:
-        """By borders if there are kernels that take them, see `know_borders`, or in rows."""
+        """How sequences can be kept apart, the fastest first: by borders if there are kernels that take them, see
+        `know_borders`, or in rows. And why there are no kernels.
+        """
         problem = know_borders(self.mixers, device)
         return ["rows"] if problem else ["borders", "rows"], problem
 
-    def slow_to_try(self, device: torch.device) -> str:
-        """The kernels, if there are any: they are compiled and tuned."""
-        return "the kernels of the recurrent layers" if may_have_kernels(self.mixers, device) else ""
+    def has_kernels_to_try(self, device: torch.device) -> bool:
+        """Whether there may be kernels, which are compiled and tuned."""
+        return may_have_kernels(self.mixers, device)
 
     def advice(self, reason: str) -> str:
-        """Which packages have kernels that take borders."""
+        """What a user may do if the layers run in rows for this reason: packages that have kernels."""
         return (
             f"the recurrent layers run padded, one row a sequence. Their kernels for packed rows: {reason}. Gated "
             "delta nets want flash-linear-attention (on Hopper GPUs with Triton 3.7.1 or tilelang), Mamba-2 mamba-ssm"
@@ -64,6 +66,11 @@ class Recurrent(Family):
     def begin(self, batch: Batch | None, passes: list[Pass]) -> None:
         """See `separate`."""
         separate(self.mixers, self.apart, passes[0].inputs.get("packing"))
+
+    def own_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """As they are; one sequence has nothing to be kept apart from."""
+        separate(self.mixers, "", None)
+        return inputs
 
 
 def make(model: nn.Module) -> Recurrent:

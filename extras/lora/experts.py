@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import _grouped_linear
 
-from rl.model.forwards import replace_forward
+from extras.families import replace_forward
 
 WEIGHTS = ("gate_up_proj", "down_proj")  # of transformers' classes of experts
 SUFFIX = "_adapter"  # of the module beside each of them

@@ -8,7 +8,7 @@ through to the attention function. Three implementations, each causal within a s
     packed_fa2     CUDA: the same by flash-attn, where it is installed
 
 Sliding windows are those of the layer. A model with another attention, such as one with capped scores or sinks, is
-refused here, and then runs padded (`load.choose_forward`).
+refused here, and then runs padded (`self_test.choose_forward`).
 
 The tokens that a sequence shares with the one before it stand in the packed row once. Only its other tokens, the last
 ones, are queries, but they see the keys and values of all: the kernel aligns the last query with the last key.

@@ -28,7 +28,7 @@ class Family:
 
     shares_beginnings = True  # whether rows may share the tokens that they begin with
     one_pass = False  # whether padded rows have to be in one pass, since modules remember something of it
-    apart = ""  # how layers keep packed sequences apart
+    runs_packed = True  # whether the model can run packed as a dense one does
 
     def begin_run(self, replays: bool, balance: float) -> None:
         """Say whether passes replay what the engine has chosen (--router-replay), and with which weight they even out
@@ -79,26 +79,11 @@ class Family:
     def check_saved(self, record: dict[str, str], path: Path) -> None:
         """Raise ValueError if what learned in the checkpoint `path` does not fit the model. `record` is from `save`."""
 
-    # For the test of a model at the start, see `load.choose_forward`.
+    # For the test of a model when it is loaded, see `self_test`.
 
     def tested(self, flag: str) -> contextlib.AbstractContextManager[None]:
         """Around that test. At its end it raises ValueError, which names `flag`, if the model cannot be trained."""
         return contextlib.nullcontext()
-
-    def ways(self, device: Any) -> tuple[list[str], str]:
-        """Ways in which layers can keep packed sequences apart, the fastest first, and why a faster one is missing."""
-        return [""], ""
-
-    def use(self, apart: str) -> None:
-        """Keep packed sequences apart in this way from now on. Until the next pass the model's own forward has none."""
-
-    def slow_to_try(self, device: Any) -> str:
-        """What takes minutes to try out for the first time on a machine, in words; "" for nothing."""
-        return ""
-
-    def advice(self, reason: str) -> str:
-        """What a user may do if a slow one of the `ways` was taken for this reason."""
-        return ""
 
     def test_rows(self, ids: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Token ids (b, T) and lengths (b,) of random sequences, with what the family adds to them."""

@@ -3,7 +3,7 @@
 `token_logprobs` strips the padding of a (b, T) batch, runs the model once over one packed row of N real tokens, applies
 the LM head in chunks to the positions that predict response tokens, and scatters the results back to (b, T). No caller
 sees a packed tensor, and the model sees the prompt of a group once. Other heads use `run_on_responses` or `run_packed`.
-What models other than dense decoders of text need besides: family.py. Models that cannot run packed: own_forward.py.
+What models other than dense decoders of text need besides: family.py.
 """
 
 import functools

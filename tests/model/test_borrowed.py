@@ -142,14 +142,16 @@ BORROWED = [
     Borrowed("transformers.PreTrainedModel:_no_split_modules", "model/sharding.py", "names the layers of a model"),
     Borrowed("transformers.core_model_loading:_weight_conversions", "model/load.py", "has the names of files"),
     Borrowed(
-        "transformers.PreTrainedModel.get_correct_attn_implementation", "model/own_forward.py", "is its own attention"
+        "transformers.PreTrainedModel.get_correct_attn_implementation",
+        "extras/families/ways.py",
+        "is its own attention",
     ),
     Borrowed("transformers.PreTrainedConfig:_attn_implementation", "model/attention.py", "chooses the attention"),
     Borrowed("transformers.AttentionInterface.register", "model/attention.py", "makes the packed attention known"),
     Borrowed("transformers.integrations.moe._grouped_linear", "extras/lora/experts.py", "multiplies by all experts"),
     Borrowed(
         "transformers.modeling_outputs.BaseModelOutputWithPastAndCrossAttentions",
-        "model/own_forward.py",
+        "extras/families/ways.py",
         "stands for what a decoder returns",
     ),
     Borrowed("transformers.activations.ACT2FN", "extras/families/recurrent.py", "has activations of convolutions"),

@@ -36,6 +36,7 @@ from rl.flags import build
 from rl.model import load as models
 from rl.model.checks import check_trainable
 from rl.model.logprobs import token_logprobs
+from rl.model.self_test import random_batch
 from rl.model.sharding import Memory, shard
 
 CASE = ("all terms", "token-mean")
@@ -159,9 +160,9 @@ def test_a_window_counts_only_if_a_run_has_longer_sequences(world, tmp_path):
     """Its test sequence is longer than the window, else a model that forgets it would pass."""
     config = LlamaConfig(**families.SIZES, sliding_window=40)
     config.text_window = 300
-    assert models._random_batch(config, 64, torch.device("cpu")).lengths.tolist() == [9, 24, 3, 40, 40, 64]
-    assert models._random_batch(config, 512, torch.device("cpu")).lengths.tolist() == [9, 24, 3, 40, 40, 324]
-    assert models._random_batch(config, 12, torch.device("cpu")).lengths.tolist() == [9, 12, 3, 12, 12, 12]
+    assert random_batch(config, 64, torch.device("cpu")).lengths.tolist() == [9, 24, 3, 40, 40, 64]
+    assert random_batch(config, 512, torch.device("cpu")).lengths.tolist() == [9, 24, 3, 40, 40, 324]
+    assert random_batch(config, 12, torch.device("cpu")).lengths.tolist() == [9, 12, 3, 12, 12, 12]
 
 
 def test_a_model_that_is_wrong_packed_and_padded_is_refused(tiny_model, world):

@@ -15,11 +15,11 @@ import transformers
 from torch.utils.checkpoint import checkpoint
 
 from extras.families import delta_rule, recurrent
+from extras.families.ways import use_forward
 from rl.data.batching import collate
 from rl.data.types import Batch, Sample, Sampling
 from rl.model.family import family
 from rl.model.logprobs import token_logprobs
-from rl.model.own_forward import use_forward
 from rl.model.sharding import Memory, _compile_for_all_lengths, shard
 from rl.ranks import init_ranks, shutdown_ranks
 

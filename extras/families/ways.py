@@ -1,0 +1,135 @@
+"""Ways to run a model that does not run packed as it is, see `rl.model.self_test`.
+
+A model whose logits are more than the product of a hidden state and one matrix runs packed, with its own forward as the
+head. Recurrent layers are kept apart as recurrent.py says. All other models, such as those whose layers have an
+attention of their own, run padded, a sequence in each row.
+"""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from rl.console import say
+from rl.data.types import Batch
+from rl.model.attention import use_attention
+from rl.model.family import Pass, family
+from rl.model.self_test import Trial
+
+SIMILAR = 0.8  # a row shorter than this share of the longest one in its padded pass begins the next pass
+# How recurrent layers keep sequences apart, and that in words; those of the first one share beginnings
+APART = {"": "", "borders": ", nothing shared", "rows": " but in recurrent layers"}
+WAYS = {  # to run a model, the fastest first; the arguments of `use_forward`
+    f"packed{words}{logits}": dict(is_padded=False, own_head=bool(logits), apart=apart)
+    for (apart, words), logits in itertools.product(APART.items(), ("", ", with the logits of its own forward"))
+} | {"padded": dict(is_padded=True, own_head=True, apart="")}
+
+
+def choose_way(trial: Trial, problem: str) -> str:
+    """Let the model of a trial run in the fastest of `WAYS` that is right, where `problem` is why it does not run
+    packed as it is. Rank 0 says why a model runs padded. Returns: the way. Raises ValueError if none is right. All
+    ranks must enter.
+    """
+    model, ranks, flag, kind = trial.model, trial.ranks, trial.flag, trial.model.config.model_type
+    recurrent, reasons, no_kernels = family(model, "recurrent"), {"packed": problem}, ""
+    ways = [way for way, options in WAYS.items() if options["apart"] == "" and way != "packed"]
+    if recurrent:
+        if ranks.is_main and recurrent.has_kernels_to_try(ranks.device):
+            say(
+                f"{flag}: trying out the kernels of the recurrent layers of {kind}; the first time on a machine they "
+                "are compiled and tuned, which takes minutes"
+            )
+        apart, no_kernels = recurrent.ways(model.packed.device)
+        ways = [way for way, options in WAYS.items() if options["apart"] in apart or options["is_padded"]]
+    for way in ways:
+        use_forward(model, **WAYS[way])
+        if not WAYS[way]["own_head"] and not trial.has_plain_head:
+            reasons[way] = "its LM head is more than one matrix"
+            continue
+        error, reasons[way] = trial.difference(trial.outputs)
+        if error <= trial.limit:
+            break
+    else:
+        raise ValueError(
+            f"{flag}: {kind} gives other numbers here than its own forward does, packed ({reasons[ways[-2]]}) and "
+            f"padded ({reasons['padded']}); choose another model"
+        )
+    if WAYS[way]["is_padded"] or WAYS[way]["apart"]:
+        ranks.not_sharing.add(model)
+    if way == "padded" and ranks.is_main:
+        say(
+            f"{flag}: {kind} runs padded, one row a sequence, since it cannot run packed: {reasons[ways[-2]]}. Padding "
+            "and the prompt of each response are computed too: training takes more time, and a micro-batch more memory "
+            "than its tokens would; lower the limit of tokens a GPU if needed"
+        )
+    if WAYS[way]["apart"] == "rows" and ranks.device.type == "cuda" and ranks.is_main:
+        say(f"{flag} {kind}: {recurrent.advice(no_kernels or reasons[ways[0]])}")
+    return way
+
+
+def use_forward(model: nn.Module, *, is_padded: bool, own_head: bool, apart: str = "") -> None:
+    """Say how a model runs from now on: padded or packed, by whose head, and how its recurrent layers are apart."""
+    model.packed = replace(model.packed, layout=pad if is_padded else None, own_logits=own_logits if own_head else None)
+    if recurrent := family(model, "recurrent"):
+        recurrent.use(apart)
+    use_attention(model, model.get_correct_attn_implementation(None) if is_padded else model.packed.attention)
+
+
+def way_now(model: nn.Module) -> str:
+    """Which of `WAYS` a model runs."""
+    apart = recurrent.apart if (recurrent := family(model, "recurrent")) else ""
+    now = dict(is_padded=model.packed.layout is pad, own_head=model.packed.own_logits is not None, apart=apart)
+    return next(way for way, options in WAYS.items() if options == now)
+
+
+def pad(batch: Batch, model: nn.Module) -> tuple[list[Pass], Tensor]:
+    """Passes over padded rows of a batch (b, T), those of similar length in one pass, and the place (b, T) of every
+    token among those of all passes, one after the other.
+    """
+    ids, groups = batch.input_ids, []
+    similar = 0.0 if any(x.one_pass for x in model.packed.families) else SIMILAR
+    for row, length in sorted(enumerate(batch.lengths.tolist()), key=lambda pair: -pair[1]):
+        if not groups or length < similar * batch.lengths[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(row)
+    passes, place, start = [], torch.zeros_like(ids), 0
+    for rows in groups:
+        width = int(batch.lengths[rows[0]])
+        place[rows, :width] = start + torch.arange(len(rows) * width, device=ids.device).view(len(rows), width)
+        real = torch.arange(width, device=ids.device) < batch.lengths[rows][:, None]
+        passes.append(_pass(ids[rows, :width], real, rows))
+        start += len(rows) * width
+    if not model.packed.is_whole:  # every pass is a collective of all ranks; one without work runs a single token
+        most = torch.tensor(len(passes), device=ids.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=dist.group.WORLD)
+        one = _pass(ids[:1, :1], torch.ones_like(ids[:1, :1], dtype=torch.bool), [0])
+        passes += itertools.repeat(one, int(most) - len(passes))
+    return passes, place
+
+
+def _pass(ids: Tensor, real: Tensor, rows: list[int]) -> Pass:
+    inputs: dict[str, Any] = dict(input_ids=ids, attention_mask=real.long())
+    return Pass(inputs, lambda x: x[rows, : ids.shape[1]].flatten(0, 1), ids, real)
+
+
+class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
+    """What a decoder returns; any field but hidden states is None."""
+
+    def __getattr__(self, name):
+        return None
+
+
+def own_logits(model: nn.Module, hidden: Tensor) -> Tensor:
+    """hidden (C, H) -> logits (C, V) by the model's own forward, which may scale, cap, or add a bias. For this one call
+    the decoder returns `hidden`.
+    """
+    decoder, result = model.base_model, _HiddenStates(last_hidden_state=hidden[None])
+    decoder.forward = lambda *args, **kwargs: result
+    try:
+        return type(model).forward(model, inputs_embeds=hidden[None], use_cache=False).logits[0]
+    finally:
+        del decoder.forward
