@@ -9,13 +9,8 @@ The file of a family is loaded for models that belong to it.
 
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-PROCESSOR_FILES = (
-    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
-    "chat_template.json",
-)
 COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")  # a config's names for the number of experts
 
 
@@ -89,15 +84,6 @@ def freeze_tower(model: Any, dtype: Any) -> None:
 def weights_beside(module: Any) -> dict[str, Any]:
     """What the files of a larger model hold beside its text part, if the module is that: see `text_part`."""
     return dict(_room("text_part").weights_beside(module)) if getattr(module, "whole", None) else {}
-
-
-def processor_files(path: str) -> dict[str, Path]:
-    """The files for a processor that the folder of a model has, by name."""
-    from transformers.utils import cached_file
-
-    calm = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
-    files = {name: cached_file(path, name, **calm) for name in PROCESSOR_FILES}
-    return {name: Path(file) for name, file in files.items() if file}
 
 
 def prepare(model: Any) -> None:

@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 FIRST = 2**30  # id of the tokens of image 0: see images.py
+PROCESSOR_FILES = (
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    "chat_template.json",
+)
 
 
 @functools.cache
@@ -70,3 +74,12 @@ def check_second_model(path: str, flag: str, model: str) -> None:
     if in_use() and len({AutoConfig.from_pretrained(x).model_type for x in (path, model)}) > 1:
         problem = f"the data has images, which it may not read as --model {model} does"
         raise ValueError(f"{flag} {path}: {problem}; choose a model of the same family")
+
+
+def processor_files(path: str) -> dict[str, Path]:
+    """The files for a processor that the folder of a model has, by name."""
+    from transformers.utils import cached_file
+
+    calm = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+    files = {name: cached_file(path, name, **calm) for name in PROCESSOR_FILES}
+    return {name: Path(file) for name, file in files.items() if file}

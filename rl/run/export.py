@@ -10,7 +10,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from extras import families
+from extras import families, images
 from rl.model import load as models
 from rl.model.family import is_added
 from rl.model.sharding import full_tensors
@@ -134,5 +134,5 @@ def _files_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
         tokenizer.save_pretrained(folder)
         paths = [p for p in pathlib.Path(folder).rglob("*") if p.is_file()]  # further chat templates have a folder
         written = {str(p.relative_to(folder)): p for p in paths}
-        files = families.processor_files(tokenizer.name_or_path) | written
+        files = images.processor_files(tokenizer.name_or_path) | written
         return {name: p.read_bytes() for name, p in files.items()}
