@@ -25,10 +25,10 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3367,
+    "core": 3286,
     "wall": 1717,
-    "import train_grpo": 4515,
-    "import sft": 3935,
+    "import train_grpo": 4447,
+    "import sft": 3867,
     "import eval": 1371,
     "eval.py": 107,
     "sft.py": 95,
