@@ -33,7 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from extras.agents import EnvironmentFlags
-from extras.agents.chat import Calls
+from extras.agents.calls import Calls
 from extras.agents.worker import MAX_ANSWER, Call, Reply
 from rl import children
 from rl.console import say

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from data import arithmetic
 from extras.agents import chat
+from extras.agents.calls import hermes, llama, mistral, qwen_xml, without_thoughts
 from extras.agents.chat import Chat
 from rl.data.encode import encode_prompts
 
@@ -171,13 +172,13 @@ def test_templates_that_only_append_are_taken_without_tools(make, template):
 @pytest.mark.parametrize(
     ("template", "read"),
     [
-        (QWEN25, chat._hermes),
-        (QWEN3, chat._hermes),  # no user speaks between its turns, so that thoughts stay
-        (QWEN3_LAST, chat._hermes),
-        (QWEN3_CODER, chat._qwen_xml),
-        (QWEN35, chat._qwen_xml),
-        (MISTRAL, chat._mistral),
-        (LLAMA, chat._llama),
+        (QWEN25, hermes),
+        (QWEN3, hermes),  # no user speaks between its turns, so that thoughts stay
+        (QWEN3_LAST, hermes),
+        (QWEN3_CODER, qwen_xml),
+        (QWEN35, qwen_xml),
+        (MISTRAL, mistral),
+        (LLAMA, llama),
     ],
     ids=["Qwen2.5", "Qwen3", "Qwen3 at the end", "Qwen3-Coder", "Qwen3.5", "Mistral", "Llama"],
 )
@@ -252,8 +253,8 @@ def with_response_template(make, tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     ("template", "field", "readers", "broken", "read"),
     [
-        (QWEN25, IN_TAGS, [None, chat._hermes], "<tool_call>{</tool_call>", [("", None)]),
-        (QWEN25, IN_TAGS, [None, chat._hermes], "about `<tool_call>`", []),
+        (QWEN25, IN_TAGS, [None, hermes], "<tool_call>{</tool_call>", [("", None)]),
+        (QWEN25, IN_TAGS, [None, hermes], "about `<tool_call>`", []),
         (
             PIPES,
             IN_PIPES,
@@ -292,7 +293,7 @@ def test_a_response_template_that_takes_a_text_for_a_number_is_refused(with_resp
 
 
 def test_of_a_wrong_response_template_and_a_reader_that_fits_the_reader_is_taken(with_response_template):
-    assert with_response_template(QWEN25, TYPED_TOOLS, GUESSED).readers == [chat._hermes]
+    assert with_response_template(QWEN25, TYPED_TOOLS, GUESSED).readers == [hermes]
 
 
 def test_a_prompt_that_is_a_text_is_refused_and_one_of_messages_has_no_generation_prompt(make, tokenizer):
@@ -521,7 +522,7 @@ DEEP = "[" * 100_000
     ids=range(17),
 )
 def test_calls_of_hermes_and_qwen(text, calls):
-    assert chat._hermes(text) == calls
+    assert hermes(text) == calls
 
 
 @pytest.mark.parametrize(
@@ -546,7 +547,7 @@ def test_calls_of_hermes_and_qwen(text, calls):
     ids=range(8),
 )  # fmt: skip
 def test_calls_of_qwen3_coder(text, calls):
-    assert chat._qwen_xml(text) == calls
+    assert qwen_xml(text) == calls
 
 
 @pytest.mark.parametrize(
@@ -564,7 +565,7 @@ def test_calls_of_qwen3_coder(text, calls):
     ids=range(8),
 )
 def test_calls_of_mistral(text, calls):
-    assert chat._mistral(text) == calls
+    assert mistral(text) == calls
 
 
 @pytest.mark.parametrize(
@@ -582,7 +583,7 @@ def test_calls_of_mistral(text, calls):
     ids=range(8),
 )
 def test_calls_of_llama(text, calls):
-    assert chat._llama(text) == calls
+    assert llama(text) == calls
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -640,7 +641,7 @@ BROKEN = ("", None)
     ids=range(40),
 )
 def test_calls_behind_thoughts_and_in_prose(text, calls):
-    assert chat._hermes(chat.without_thoughts(text)) == calls
+    assert hermes(without_thoughts(text)) == calls
 
 
 def test_a_thought_that_the_generation_prompt_has_opened_is_not_read(make, tokenizer):
@@ -654,17 +655,17 @@ def test_a_thought_that_the_generation_prompt_has_opened_is_not_read(make, token
 @pytest.mark.parametrize(
     ("read", "text", "calls"),
     [
-        (chat._mistral, "Mistral writes [TOOL_CALLS] first.", []),
-        (chat._mistral, "`[TOOL_CALLS]add{}`", []),
-        (chat._mistral, "so [TOOL_CALLS]add{1}", [("add", None)]),
-        (chat._mistral, "so [TOOL_CALLS] add{}", [("add", {})]),
-        (chat._qwen_xml, "Qwen writes <tool_call><function, or <function=name>.", []),
-        (chat._qwen_xml, "`<function=f></function>`", []),
-        (chat._qwen_xml, "so <function=f></function>", [("f", {})]),
-        (chat._qwen_xml, "so <tool_call><function=f><parameter=a>1</function></tool_call>", [("f", None)]),
-        (chat._qwen_xml, "so\n<function=f>\n<parameter=a>1</function>", [("f", None)]),
+        (mistral, "Mistral writes [TOOL_CALLS] first.", []),
+        (mistral, "`[TOOL_CALLS]add{}`", []),
+        (mistral, "so [TOOL_CALLS]add{1}", [("add", None)]),
+        (mistral, "so [TOOL_CALLS] add{}", [("add", {})]),
+        (qwen_xml, "Qwen writes <tool_call><function, or <function=name>.", []),
+        (qwen_xml, "`<function=f></function>`", []),
+        (qwen_xml, "so <function=f></function>", [("f", {})]),
+        (qwen_xml, "so <tool_call><function=f><parameter=a>1</function></tool_call>", [("f", None)]),
+        (qwen_xml, "so\n<function=f>\n<parameter=a>1</function>", [("f", None)]),
         (
-            chat._qwen_xml,
+            qwen_xml,
             "<function=f><parameter=a>x</parameter>y</function>z</parameter></function>",
             [("f", {"a": "x</parameter>y</function>z"})],
         ),
@@ -732,7 +733,7 @@ DEFS = {"Count": {"type": "integer"}, "Again": {"anyOf": [{"$ref": "#/$defs/Agai
 )
 def test_a_value_in_xml_has_the_type_that_the_tools_schema_says(schema, text, value):
     tools = {"f": {"type": "object", "properties": {"x": schema}, "$defs": DEFS}}
-    [(name, arguments)] = chat._qwen_xml(f"<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>", tools)
+    [(name, arguments)] = qwen_xml(f"<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>", tools)
     assert name == "f" and repr(arguments) == repr({"x": value})
 
 
@@ -745,8 +746,8 @@ def test_a_parameter_that_the_schema_does_not_name(make):
         ({"properties": {"y": {"type": "integer"}}, "additionalProperties": False}, 5),
         ({"properties": {"x": {"type": 7, "allOf": None}}}, 5),
     ]:
-        assert chat._qwen_xml(text, {"f": schema}) == [("f", {"x": value})], schema
-    assert chat._qwen_xml(text) == [("f", {"x": 5})]
+        assert qwen_xml(text, {"f": schema}) == [("f", {"x": value})], schema
+    assert qwen_xml(text) == [("f", {"x": 5})]
 
 
 def test_the_arithmetic_tasks_own_template_is_taken():
