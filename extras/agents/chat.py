@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from extras.agents.calls import ALL_TYPES, READERS, Calls, Reader, json_calls, types_of, without_thoughts
-from rl.data.encode import encode_behind, without_control_tokens
+from extras.demonstrations import encode_behind, without_control_tokens
 from rl.data.rows import Row, named
 from rl.data.template import FAULTS, render
 from rl.data.text import forms, start_of, write

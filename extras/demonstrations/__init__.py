@@ -1,7 +1,8 @@
 """Responses that the data already has: demonstrations to imitate (sft.py), and comparisons of two responses to one
 prompt (train_reward.py, train_dpo.py).
 
-rows.py reads and checks the files, and encode.py turns a row into token ids and a mask of the tokens that are learned.
+rows.py reads and checks the files, encode.py turns a row into token ids and a mask of the tokens that are learned, and
+behind.py encodes a text that goes on behind another one.
 """
 
 from collections.abc import Sequence
@@ -57,6 +58,20 @@ def encode_conversation(tokenizer: Any, row: dict, response: str) -> list[int]:
     from extras.demonstrations import encode
 
     return encode.encode_conversation(tokenizer, row, response)
+
+
+def encode_behind(tokenizer: Any, before: str, text: str) -> list[int]:
+    """Token ids of `text` where it goes on behind `before`: see `behind.encode_behind`."""
+    from extras.demonstrations import behind
+
+    return behind.encode_behind(tokenizer, before, text)
+
+
+def without_control_tokens(tokenizer: Any, text: str) -> str:
+    """The text, in which nothing spells a control token any more: see `behind.without_control_tokens`."""
+    from extras.demonstrations import behind
+
+    return behind.without_control_tokens(tokenizer, text)
 
 
 def mean_tokens(tokenizer: Any, file: Any, *, pairs: bool) -> tuple[float, float]:

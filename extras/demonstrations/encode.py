@@ -7,10 +7,11 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from extras.demonstrations.behind import encode_behind, without_control_tokens
 from extras.demonstrations.rows import read_comparisons, read_demonstrations
 from rl.console import say
 from rl.data.attachments import attachments_of, refuse_attachments
-from rl.data.encode import encode_behind, prompt_ids, prompt_text, without_control_tokens
+from rl.data.encode import prompt_ids, prompt_text
 from rl.data.packed import Lazy, derive
 from rl.data.rows import Paths, Row, named, shown
 from rl.data.text import check_vocabulary, shown_count, start_of, write
@@ -187,8 +188,15 @@ def _encode_messages(tokenizer: Tokenizer, row: Row, limit: int | None) -> tuple
 
     def text(count: int, *, generation: bool = False, checked: bool = False) -> str:
         """Of the first so many messages."""
-        way = dict(tools=row.get("tools"), add_generation_prompt=generation, checked=checked)
-        return write(tokenizer, row, messages[:count], field="messages", **way)
+        return write(
+            tokenizer,
+            row,
+            messages[:count],
+            tools=row.get("tools"),
+            field="messages",
+            checked=checked,
+            add_generation_prompt=generation,
+        )
 
     def dropped() -> str:
         """What the template drops, if it does: a reason for a text that is not the beginning of a longer one."""
@@ -258,7 +266,9 @@ def encode_conversation(
         if messages[-1]["role"] == "assistant":
             last = messages.pop()
         messages.append({**last, "content": last["content"] + without_control_tokens(tokenizer, response)})
-        way = dict(tools=row.get("tools"), last=field, limit=max_length, add_generation_prompt=False)
-        ids = tokenizer(write(tokenizer, row, messages, **way), add_special_tokens=False)["input_ids"]
+        text = write(
+            tokenizer, row, messages, tools=row.get("tools"), last=field, limit=max_length, add_generation_prompt=False
+        )
+        ids = encode_behind(tokenizer, "", text)
     _check_length(row, ids, max_length)
     return ids

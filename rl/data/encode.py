@@ -1,7 +1,7 @@
-"""Text in, token ids out: the token ids of prompts, and of a text where it goes on behind another one."""
+"""Prompts in, token ids out."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -43,15 +43,15 @@ def encode_prompts(
                 overlong.append((len(ids), named(row)))
             yield None if is_long else np.array(ids, np.int32).tobytes()
 
-    kept = derive(rows, encode, "tokenize")
-    if overlong and (not filter_overlong_prompts or not kept):
-        fix = ", or pass --filter-overlong-prompts in training" if kept else ""
+    encoded = derive(rows, encode, "tokenize")
+    if overlong and (not filter_overlong_prompts or not encoded):
+        fix = ", or pass --filter-overlong-prompts in training" if encoded else ""
         raise ValueError(
             f"{overlong[0][1]}: the prompt has {shown_count(overlong[0][0], max_prompt_length)} tokens, over "
             f"--max-prompt-length {max_prompt_length} (so have {len(overlong)} of {len(rows)} rows, up to "
             f"{max(overlong)[0]}); raise it{fix}"
         )
-    return Lazy(kept.places, lambda i: rows[i] | {"prompt_ids": np.frombuffer(kept.get(i), np.int32).tolist()})
+    return Lazy(encoded.places, lambda i: rows[i] | {"prompt_ids": np.frombuffer(encoded.get(i), np.int32).tolist()})
 
 
 def prompt_ids(
@@ -92,8 +92,10 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, row: Row, *, limit: int | No
         if checked and len(text) == len(prompt):
             check_vocabulary(tokenizer, row, "prompt", text)
         return text
-    way = dict(draw=continued) if prompt[-1]["role"] == "assistant" else dict(add_generation_prompt=True)
-    return write(tokenizer, row, prompt, tools=row.get("tools"), limit=limit, checked=checked, **way)
+    write_prompt = partial(write, tokenizer, row, prompt, tools=row.get("tools"), limit=limit, checked=checked)
+    if prompt[-1]["role"] == "assistant":
+        return write_prompt(draw=continued)
+    return write_prompt(add_generation_prompt=True)
 
 
 def _front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -105,37 +107,3 @@ def _front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         if plain and plain[0] in whole:
             return whole[: whole.index(plain[0])]
     return []
-
-
-def encode_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
-    """Token ids of `text` where it goes on behind `before`. If it was encoded by itself, a SentencePiece tokenizer
-    (Llama 2) would put a space of its own in front.
-    """
-
-    def encode(part: str) -> list[int]:
-        return tokenizer(part, add_special_tokens=False)["input_ids"]
-
-    ids = encode(text)
-    token = (tokenizer.convert_ids_to_tokens(ids[:1]) or [""])[0]
-    if before and (token.startswith("▁") or token.startswith("Ġ") and not text.startswith(" ")):
-        for start in (before, "\n"):  # unless `text` merges with what it follows
-            head, whole = encode(start), encode(start + text)
-            if whole[: len(head)] == head:
-                return whole[len(head) :]
-    return ids
-
-
-def without_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The text, with an invisible U+2060 (word joiner) inside all that spells a special token, such as `<|im_end|>`. A
-    policy can write such text with ordinary tokens: it could end its turn and add one that praises it.
-    """
-    for token in _control_tokens(tokenizer):
-        text = text.replace(token, f"{token[0]}\u2060{token[1:]}")
-    return text
-
-
-@functools.lru_cache(maxsize=8)
-def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The special tokens of more than one character, which take longer to list than a short text to search."""
-    added = tokenizer.added_tokens_decoder.values()
-    return [token.content for token in added if token.special and len(token.content) > 1]

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from rl.data.packed import Row
+from rl.data.types import Row
 
 
 def permutation(n: int, *, seed: int, epoch: int) -> list[int]:

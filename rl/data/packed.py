@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar
 import pyarrow as pa
 
 from rl.console import progress
+from rl.data.types import Row
 
 T = TypeVar("T")
-Row = dict[str, Any]
 
 BLOCK_BYTES = 2**14  # items that are compressed together have at least so many bytes
 TRIM_BLOCKS = 2**12  # after so many, what was freed meanwhile is given back to the system

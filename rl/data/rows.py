@@ -31,7 +31,7 @@ BATCH_BYTES = 2**22  # of a parquet file, that are read at a time
 def read_rows(files: Paths, *, has_partner: bool = False) -> Lazy[Row]:
     """Read and check RL prompts in verl's schema. Args: has_partner, whether something answers the policy.
 
-    Returns: one dict a row, which is made when it is asked for, so that changing it changes nothing in the sequence. It
+    Returns: one dict per row, which is made when it is asked for, so that changing it changes nothing in the sequence. It
     has all columns: `prompt` (str, or list of {"role", "content"}), `data_source` (str), `reward_model` (dict with
     "ground_truth", in the type the file has), `extra_info` (dict, {} if absent or null), `row_index`, the row's
     position in the concatenated data, and `row_place`, its file and its number there. Columns with attachments hold
@@ -151,8 +151,7 @@ def _without_padding(row: Row) -> Row:
 
 def _check_supported(row: Row, where: str, has_partner: bool) -> None:
     """Refuse what nothing would add to the prompt: without it the model would learn to guess."""
-    extra_info = row.get("extra_info")
-    extra_info = extra_info if isinstance(extra_info, dict) else {}
+    extra_info = row["extra_info"] if isinstance(row.get("extra_info"), dict) else {}
     unread = [name for name in UNREAD if not is_absent(row.get(name)) or name == "videos" and extra_info.get(name)]
     if not has_partner and (row | extra_info).get("need_tools_kwargs"):
         unread.append("need_tools_kwargs")

@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+Row = dict[str, Any]  # of the data
+
 
 @dataclass(frozen=True)
 class Sampling:
