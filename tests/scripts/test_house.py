@@ -25,11 +25,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3286,
+    "core": 3269,
     "wall": 1717,
-    "import train_grpo": 4447,
+    "import train_grpo": 4430,
     "import sft": 3867,
-    "import eval": 1371,
+    "import eval": 1354,
     "eval.py": 107,
     "sft.py": 95,
     "train_async.py": 165,
