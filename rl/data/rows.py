@@ -31,13 +31,12 @@ BATCH_BYTES = 2**22  # of a parquet file, that are read at a time
 def read_rows(files: Paths, *, has_partner: bool = False) -> Lazy[Row]:
     """Read and check RL prompts in verl's schema. Args: has_partner, whether something answers the policy.
 
-    Returns: one dict per row, which is made when it is asked for, so that changing it changes nothing in the sequence. It
-    has all columns: `prompt` (str, or list of {"role", "content"}), `data_source` (str), `reward_model` (dict with
+    Returns: one dict per row, which is made when it is asked for, so that changing it changes nothing in the sequence.
+    It has all columns: `prompt` (str, or list of {"role", "content"}), `data_source` (str), `reward_model` (dict with
     "ground_truth", in the type the file has), `extra_info` (dict, {} if absent or null), `row_index`, the row's
     position in the concatenated data, and `row_place`, its file and its number there. Columns with attachments hold
-    what attachments.py says.
-    Raises FileNotFoundError, or ValueError for a file that is corrupt, empty, not UTF-8 or lacks a column, and for a
-    bad or null value in a row.
+    what attachments.py says. Raises FileNotFoundError, or ValueError for a file that is corrupt, empty, not UTF-8 or
+    lacks a column, and for a bad or null value in a row.
     """
     return read_files(files, _check_rl_row, has_partner=has_partner)
 
