@@ -33,13 +33,13 @@ from rl.formulas import schedule
 from rl.model.load import load_model
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
-from rl.run import metrics
-from rl.run.arguments import LoggingSupervised, Supervised, check, parse
+from rl.run.means import Means
 from rl.run.run import Run
+from rl.run.supervised import LoggingSupervised, Supervised, check, parse
 
 
 @dataclass(frozen=True)
-class Args(Supervised):  # and the groups of flags in rl/run/arguments.py: LoRA, memory, checkpoints, logging
+class Args(Supervised):  # and the groups of flags in rl/run/supervised.py: LoRA, memory, checkpoints, logging
     data: Files = Files(train_files=("data/sft.parquet",), val_files=())
     model: str = "Qwen/Qwen2.5-1.5B"  # Hugging Face id or folder of the model to train
     train_batch_size: AtLeast1 = 128  # rows per optimizer step, over all ranks (B)
@@ -108,7 +108,7 @@ def main(args: Args) -> dict[str, float]:
         # 2. Update. The denominator counts the whole batch, so gradients of micro-batches and ranks add up.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
-        num_tokens, means = count_learned(batch), metrics.Means(ranks)
+        num_tokens, means = count_learned(batch), Means(ranks)
         for micro_rows in run.micro_batches(update):
             micro = take_rows(batch, micro_rows, ranks.device)  # (b, t): cut to their longest row
             logp, _ = token_logprobs(policy, micro)

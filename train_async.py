@@ -89,7 +89,7 @@ def main(args: Args) -> dict[str, float]:
     num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # in a step
 
     run = Run(args, tokenizer, total_steps)
-    ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
+    ranks, longest = run.ranks, args.longest
     work = Work(
         tokenizer, train_rows, sampling, args.rollout, args.envs, args.train_batch_size, total_steps, longest, args.seed
     )

@@ -120,7 +120,7 @@ def main(args: Args) -> dict[str, float]:
     # Flags, data and rewards are checked here, before a model is loaded.
     validate(args)
     tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args)
-    distance_of, longest = DISTANCES[args.loss_mode], args.max_prompt_length + args.max_response_length
+    distance_of, longest = DISTANCES[args.loss_mode], args.longest
     top_k = 0 if distance_of is None else args.distill_top_k
     check_teacher(args.teacher, tokenizer, student=args.model, longest=longest, top_k=top_k)
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts

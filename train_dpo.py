@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 
 from extras.demonstrations import add_given, read_comparisons, with_given
+from extras.implicit_rewards import pair_metrics
 from rl.data.batching import make_batch
 from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
@@ -144,14 +145,13 @@ def main(args: Args) -> dict[str, float]:
     num_mini_batches = math.ceil(args.train_batch_size / mini_batch_size)  # of a step
 
     run = Run(args, tokenizer, total_steps)
-    ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
+    ranks, longest = run.ranks, args.longest
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     saved = {"actor": (policy, optimizer)}
     saved |= {"reference": (reference, None)} if args.ref_update_steps else {}  # it changes, without an optimizer
-    num_sampled = 0 if args.offline else args.rollout_n  # responses to each prompt
     run.begin(saved, engine=engine, scorer=scorer)
     in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
     held_out = partial(evaluate, engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
@@ -241,7 +241,7 @@ def main(args: Args) -> dict[str, float]:
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss})
                 means.over_tokens(mask, {"actor/entropy": entropy})
-                means.over_sequences(metrics.of_pairs(logps, args.beta * log_ratios))
+                means.over_sequences(pair_metrics(logps, args.beta * log_ratios))
             norm = clip_grad_norm(policy, args.grad_clip)
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()
@@ -256,7 +256,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 8. Report: losses are means over updates, other metrics means over all pairs, or their tokens, of all ranks.
         step_metrics = {
-            **metrics.of_sampled(sampled, rows, num_sampled),
+            **metrics.of_sampled(sampled, rows, args.rollout_n),
             **metrics.of_norms(norms),
             **means.reduce(),
             "train/num_pairs": float(len(pairs)),

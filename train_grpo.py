@@ -89,7 +89,7 @@ def main(args: Args) -> dict[str, float]:
     num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # in a step
 
     run = Run(args, tokenizer, total_steps)  # joins the ranks, and takes the run's folder
-    ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
+    ranks, longest = run.ranks, args.longest
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.use_kl_loss else None

@@ -112,7 +112,7 @@ def main(args: Args) -> dict[str, float]:
     """Train with PPO; returns the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args)
-    longest = args.max_prompt_length + args.max_response_length
+    longest = args.longest
     check_critic(args.critic_model, tokenizer, args.lora, policy=args.model, longest=longest)
     mini_batch_size = args.ppo_mini_batch_size or math.ceil(args.train_batch_size / 4)  # prompts
     num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # optimizer steps in a step

@@ -30,6 +30,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from extras.implicit_rewards import reward_model_metrics
 from rl.data.batching import make_batch
 from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
@@ -105,7 +106,7 @@ def main(args: Args) -> dict[str, float]:
     if num_prompts < (P := args.train_batch_size):
         raise ValueError(f"--gen-batch-size {num_prompts} is less than --train-batch-size {P}; raise it")
     tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args, prompts_per_step=num_prompts)
-    longest = args.max_prompt_length + args.max_response_length
+    longest = args.longest
     prm_path, prm_flag = args.prm_model or args.model, "--prm-model" if args.prm_model else "--model"
     check_model(prm_path, flag=prm_flag, longest=longest, learning=args.lora, policy=args.model, tokenizer=tokenizer)
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
@@ -269,14 +270,13 @@ def main(args: Args) -> dict[str, float]:
             **metrics.describe_tokens("critic/advantages", batch.advantages, batch.response_mask, ranks),
             **metrics.of_norms(norms),
             **means.reduce(),
-            **metrics.of_implicit_rewards(rewards, q, batch.rows, accuracies_PG, ranks),
+            **reward_model_metrics(rewards, q, batch.rows, accuracies_PG, ranks),
             "reward_model/grad_norm": sum(prm_norms) / len(prm_norms),
             "train/informative_prompts": float(sum(is_informative)),
             "actor/lr": args.lr * lr_factor,
             "reward_model/lr": args.prm_lr * lr_factor,
         }
-        generated = sum(r.num_sampled for r in sampled)
-        run.log_step(step_metrics, responses=responses, batch=batch, generated=generated)
+        run.log_step(step_metrics, responses=responses, batch=batch, generated=sum(r.num_sampled for r in sampled))
         run.log_samples(own_samples, own_scores, batch)
 
     if run.evaluation_is_due():  # of the last policy

@@ -32,13 +32,13 @@ from rl.data.types import Evaluation, take_rows
 from rl.flags import AtLeast1, Count, Every, Free, NotNegative, Positive, Share
 from rl.formulas import schedule
 from rl.model.sharding import backward, clip_grad_norm
-from rl.run import metrics
-from rl.run.arguments import LoggingSupervised, Supervised, check, parse
+from rl.run.means import Means
 from rl.run.run import Run
+from rl.run.supervised import LoggingSupervised, Supervised, check, parse
 
 
 @dataclass(frozen=True)
-class Args(Supervised):  # and the groups of flags in rl/run/arguments.py: LoRA, memory, checkpoints, logging
+class Args(Supervised):  # and the groups of flags in rl/run/supervised.py: LoRA, memory, checkpoints, logging
     rows_per_unit = 2  # a pair is in one micro-batch
     data: Files = Files(train_files=("data/preferences/train.parquet",), val_files=())
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder: a causal LM, or a reward model to train on
@@ -113,7 +113,7 @@ def main(args: Args) -> dict[str, float]:
         # 2. Update. The denominator counts the whole batch, so gradients of micro-batches and ranks add up.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
-        means = metrics.Means(ranks)
+        means = Means(ranks)
         for micro_rows in run.micro_batches(update):
             micro = take_rows(batch, micro_rows, ranks.device)  # (2b, t): cut to their longest row
             # A rank that has run out of pairs runs an empty row, whose score counts nothing.

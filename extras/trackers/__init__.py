@@ -1,8 +1,10 @@
 """Where the numbers of a run go besides the files in its folder: wandb, swanlab, tensorboard, and Prometheus.
 
-A sink takes them. connections.py makes the sinks of --logger, and prometheus.py that of --prometheus-port.
+A sink takes them. connections.py makes the sinks of --logger, and prometheus.py that of --prometheus-port. __main__.py
+sends the files of a run to a tracker afterwards.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,3 +29,14 @@ def serve(port: int, project: str, experiment: str) -> Sink:
     from extras.trackers import prometheus
 
     return prometheus.serve(port, project, experiment)
+
+
+def hand_on(sink: Sink, records: Sequence[dict[str, Any]]) -> None:
+    """Give a sink a record of metrics, or the records of responses that belong together."""
+    step, kind = records[0]["step"], records[0].get("kind")
+    hidden = ("step", "time", "kind", "tokens")  # the numbers of each token are for benchmarks/view.py
+    shown = [{name: x for name, x in record.items() if name not in hidden} for record in records]
+    if kind:
+        sink.show(step, kind, shown)
+    else:
+        sink.log(step, {name: math.nan if x is None else x for name, x in shown[0].items()})

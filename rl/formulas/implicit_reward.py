@@ -1,4 +1,4 @@
-"""What train_prime.py does not compute in its own lines: the comparison of token rewards within a group, and a metric.
+"""What train_prime.py does not compute in its own lines: the comparison of token rewards within a group.
 
 P prompts, G responses to each, T tokens. q_t = log pi_prm(y_t) - log pi_ref(y_t) is the log-ratio of the process reward
 model to its reference at token t. NaN marks a response without a score, which leaves the statistics of its group.
@@ -28,19 +28,3 @@ def leave_one_out(means: Tensor) -> tuple[Tensor, Tensor]:
     factor = n / others  # 1 of a lone one
     baseline = torch.where(n > 1, means.nansum(1, keepdim=True) / others, 0.0)
     return torch.where(scored, factor, 0.0), torch.where(scored, baseline, 0.0)
-
-
-def order_accuracy(log_ratios: Tensor, accuracies: Tensor) -> Tensor:
-    """How often the reward model puts two responses to a prompt into the right order: a scalar.
-
-    Each pair of a group weighs as much as its accuracies differ; a group without a difference counts as 0.5.
-
-    Args: log_ratios, accuracies (P, G), NaN = not scored. Source: the code of PRIME's authors; verl's
-    `compute_dpo_accuracy` (recipe/prime) leaves the last token of a response out.
-    """
-    assert log_ratios.shape == accuracies.shape, f"{log_ratios.shape}, {accuracies.shape}"
-    wanted = (accuracies[:, :, None] - accuracies[:, None, :]).nan_to_num(0.0)  # (P, G, G), each pair twice
-    right = ((log_ratios[:, :, None] > log_ratios[:, None, :]) == (wanted > 0)).to(wanted.dtype)
-    upper = wanted.abs().triu(1)
-    total = upper.sum((1, 2))
-    return torch.where(total > 0, (right * upper).sum((1, 2)) / total, 0.5).mean()

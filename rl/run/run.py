@@ -24,12 +24,12 @@ from rl.model.sharding import copy_weights, keep_moments_on_host, offload, onloa
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run import checkpoint, loop_state, resume, samples, watchdog
 from rl.run.alarms import Alarms
-from rl.run.arguments import max_length_of, settled_memory
 from rl.run.checkpoint_tensors import Trained
 from rl.run.clock import Clock
-from rl.run.metrics import of_staleness
+from rl.run.means import of_staleness
 from rl.run.run_folder import RunFolder, folder_of
 from rl.run.tracking import Tracker, open_early
+from rl.run.training import settled_memory
 
 if TYPE_CHECKING:
     from rl.sampling.engines.base import Engine
@@ -146,7 +146,7 @@ class Run:
             self.memory, plan = rehearse(
                 trained,
                 [self.memory, *self.other_ways],
-                max_length=max_length_of(self.args),
+                max_length=self.args.longest,
                 engine_memory=engine.memory if engine else 0,
                 ranks=self.ranks,
                 offloaded=self.offloaded,

@@ -1,9 +1,4 @@
-"""Where the numbers of a run go: metrics.jsonl and generations.jsonl in its folder, and the trackers of --logger.
-
-To send the files of a run to a tracker afterwards:
-
-    python -m rl.run.tracking wandb runs/glassrl/grpo my-project my-experiment
-"""
+"""Where the numbers of a run go: metrics.jsonl and generations.jsonl in its folder, and the trackers of --logger."""
 
 import dataclasses
 import itertools
@@ -136,7 +131,7 @@ class Tracker:
             finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
             record = {"step": step, "time": time.time(), **finite}
             self.metrics.append(record)
-            self._for_each_sink(lambda name: hand_on(self.sinks[name], [record]))
+            self._for_each_sink(lambda name: trackers.hand_on(self.sinks[name], [record]))
         if line:
             self.print(line)
 
@@ -145,7 +140,7 @@ class Tracker:
         if self.enabled and generations:
             records = [{"step": step, "kind": kind, **generation} for generation in generations]
             self.generations.append(*records)
-            self._for_each_sink(lambda name: hand_on(self.sinks[name], records))
+            self._for_each_sink(lambda name: trackers.hand_on(self.sinks[name], records))
 
     def print(self, text: str) -> None:
         """Print on rank 0 if --logger has console."""
@@ -170,33 +165,9 @@ class Tracker:
                 again = shlex.join([name, str(self.run_dir), *self.names])
                 say(
                     f"{name} gets nothing more: {type(error).__name__}: {' '.join(str(error).split())}{hint}. The "
-                    f"numbers are in {self.metrics.file}; to send them later: python -m rl.run.tracking {again}",
+                    f"numbers are in {self.metrics.file}; to send them later: python -m extras.trackers {again}",
                     sys.stderr,
                 )
-
-
-def hand_on(sink: trackers.Sink, records: Sequence[dict[str, Any]]) -> None:
-    """Give a sink a record of metrics, or the records of responses that belong together."""
-    step, kind = records[0]["step"], records[0].get("kind")
-    hidden = ("step", "time", "kind", "tokens")  # the numbers of each token are for benchmarks/view.py
-    shown = [{name: x for name, x in record.items() if name not in hidden} for record in records]
-    if kind:
-        sink.show(step, kind, shown)
-    else:
-        sink.log(step, {name: math.nan if x is None else x for name, x in shown[0].items()})
-
-
-def send(name: str, run_dir: str, project: str, experiment: str) -> None:
-    """Send what the files of a run hold to a tracker, step by step: of each first the metrics."""
-    folder, found = pathlib.Path(run_dir), []
-    sink = trackers.connect(name, run_dir, project, experiment, json.loads((folder / CONFIG).read_text()))
-    for file in (folder / METRICS, folder / GENERATIONS):
-        records = map(_parsed, file.read_text().splitlines() if file.exists() else ())
-        by_kind = itertools.groupby(filter(None, records), key=lambda x: (x["step"], x.get("kind", x.get("time"))))
-        found += [list(group) for _, group in by_kind]
-    for group in sorted(found, key=lambda group: group[0]["step"]):
-        hand_on(sink, group)
-    sink.close()
 
 
 class Lines:
@@ -284,7 +255,3 @@ def _parsed(line: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
-
-
-if __name__ == "__main__":
-    send(*sys.argv[1:])

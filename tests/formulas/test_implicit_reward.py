@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from extras.implicit_rewards.accuracy import order_accuracy
 from rl.formulas import advantages, implicit_reward
 
 NAN = math.nan
@@ -46,7 +47,7 @@ def test_the_way_from_token_rewards_to_advantages_is_verls():
 def test_order_is_that_of_the_authors():
     """`compute_dpo_accuracy`, which in verl leaves the last token out."""
     sums = (Q * MASK).sum(1)
-    assert implicit_reward.order_accuracy(sums.view(2, 3), RIGHT.view(2, 3)).item() == pytest.approx(0.75)
+    assert order_accuracy(sums.view(2, 3), RIGHT.view(2, 3)).item() == pytest.approx(0.75)
 
 
 def test_leave_one_out_compares_with_the_others_that_have_a_score():
@@ -64,11 +65,11 @@ def test_order_accuracy_counts_pairs_by_how_much_they_differ():
     log_ratios = torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [5.0, 5.0, 5.0]])
     accuracies = torch.tensor([[1.0, 0.5, 0.0], [1.0, NAN, 0.5], [1.0, 1.0, 1.0]])
     # All right; the only known pair wrong; nothing to order.
-    assert implicit_reward.order_accuracy(log_ratios, accuracies).item() == pytest.approx((1 + 0 + 0.5) / 3)
+    assert order_accuracy(log_ratios, accuracies).item() == pytest.approx((1 + 0 + 0.5) / 3)
     mixed = torch.tensor([[3.0, 1.0, 2.0]])  # 1 before 0.5 and 0: right; 0.5 before 0: wrong, with weight 0.5 of 2
-    assert implicit_reward.order_accuracy(mixed, accuracies[:1]).item() == pytest.approx(0.75)
+    assert order_accuracy(mixed, accuracies[:1]).item() == pytest.approx(0.75)
     # The better one may come later, and a response without a score is in no pair.
-    assert implicit_reward.order_accuracy(mixed, accuracies[:1].flip(1)).item() == pytest.approx(0.25)
+    assert order_accuracy(mixed, accuracies[:1].flip(1)).item() == pytest.approx(0.25)
     unknown = torch.tensor([[0.5, NAN, 1.0]])
-    assert implicit_reward.order_accuracy(torch.tensor([[2.0, 1.0, 3.0]]), unknown).item() == 1.0
-    assert implicit_reward.order_accuracy(torch.tensor([[3.0, 1.0, 2.0]]), unknown).item() == 0.0
+    assert order_accuracy(torch.tensor([[2.0, 1.0, 3.0]]), unknown).item() == 1.0
+    assert order_accuracy(torch.tensor([[3.0, 1.0, 2.0]]), unknown).item() == 0.0

@@ -23,7 +23,8 @@ from extras.plan.memory import GIB, Load, Model, Way, needed
 from extras.plan.sizes import Layer, Sizes
 from extras.plan.ways import HOST_USABLE, USABLE, DoesNotFit, choose, load_of
 from rl.flags import build
-from rl.run.arguments import MemoryRL, settled_memory, units
+from rl.run.arguments import MemoryRL
+from rl.run.training import settled_memory
 
 SHOWN = ("0.5B", "1.5B", "7B", "14B", "32B")
 
@@ -56,7 +57,7 @@ def hardware(gpu, host=1000, ranks=1, local=None):
 
 
 def chosen(args, *where, then=None):
-    found = settle(args, max(units(args).values()), [hardware(*where)], then)
+    found = settle(args, max(args.units.values()), [hardware(*where)], then)
     memory = found.memory
     _, tokens = ways.budget_of(memory)
     return Way(memory.activation_checkpointing, tokens, memory.optimizer_offload, memory.param_offload)
@@ -279,7 +280,7 @@ def test_what_is_chosen_is_said(folder_of):
 
 
 def count(args, *where):
-    load = load_of(args, hardware(*where), max(units(args).values()))
+    load = load_of(args, hardware(*where), max(args.units.values()))
     return [(x.is_frozen, x.is_away, x.sizes.head > 0) for x in load.models], load
 
 
@@ -358,7 +359,7 @@ def test_a_resumed_run_says_why_it_goes_another_way(folder_of, where, flags, the
     model = folder_of("1.5B")
     record = recorded(build(train_grpo.Args, model=model), 79.2, 128) | then
     args = build(train_grpo.Args, model=model, **flags)
-    least = max(units(args).values())
+    least = max(args.units.values())
     try:
         found = settle(args, least, [hardware(*where)], record)
     except DoesNotFit:
@@ -424,19 +425,19 @@ def test_the_sentence_names_the_flags_of_the_script(folder_of):
     for script, flag in ((sft, "--max-token-len-per-gpu"), (train_grpo, "--ppo-max-token-len-per-gpu")):
         args = build(script.Args, model=folder_of("7B"))
         with pytest.raises(DoesNotFit, match=f" full {flag} 16384 --param-offload, and then a machine needs 21"):
-            settle(args, max(units(args).values()), [hardware(79.2, 128)])
+            settle(args, max(args.units.values()), [hardware(79.2, 128)])
 
 
 LAUNCHED = """
 import sys
 from extras.plan import Hardware
 from rl.flags import build
-from rl.run import arguments
+from rl.run import training
 from rl.run.command_line import parse
 import train_grpo
 
 def main(args):
-    arguments.settled_memory(args, [Hardware(8 * 2**30, 2**40, 2, 2)])
+    training.settled_memory(args, [Hardware(8 * 2**30, 2**40, 2, 2)])
     print("it fits")
 
 main(parse(train_grpo.Args, ""))

@@ -31,7 +31,7 @@ from extras.samplers import SamplerFlags
 from extras.samplers.local import devices_of
 from rl import flags
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveShare, Seconds, Share, build
-from rl.run import arguments, command_line
+from rl.run import arguments, command_line, training
 from rl.run.checkpoint_files import list_steps
 from rl.run.tracking import LoggingRL
 from rl.sampling.engines.flags import Rollout
@@ -451,11 +451,11 @@ def test_quantized_rollouts_are_refused_where_nothing_computes_them(engine, word
 @pytest.mark.parametrize("name", ["grpo", "ppo", "distill", "prime"])  # train_dapo.py always corrects
 def test_quantized_rollouts_want_a_word_about_their_correction(name, monkeypatch, tiny_model):
     """The policy that samples is not quite the one that learns."""
-    script, here = TRAINING[name], arguments.hardware()
-    monkeypatch.setattr(arguments, "hardware", lambda: here)
+    script, here = TRAINING[name], training.hardware()
+    monkeypatch.setattr(training, "hardware", lambda: here)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(arguments, "hardware", lambda: None)  # no GPU whose memory could be asked for
+    monkeypatch.setattr(training, "hardware", lambda: None)  # no GPU whose memory could be asked for
     quantized = dict(model=tiny_model, rollout_quantization="fp8", max_prompt_length=8, max_response_length=8)
     with pytest.raises(ValueError, match="--rollout-quantization fp8: .*; add --rollout-is token, .*-is none"):
         arguments.check(build(script.Args, **quantized))
@@ -600,12 +600,12 @@ LENGTHS = dict(max_prompt_length=10, max_response_length=32)
     ],
 )
 def test_a_micro_batch_has_16384_tokens_or_one_unit_where_nothing_is_computed(script, changes, expected):
-    memory = arguments.settled_memory(build(TRAINING[script].Args, **changes), [None]).memory
-    assert arguments.budget_of(memory)[1] == expected
+    memory = training.settled_memory(build(TRAINING[script].Args, **changes), [None]).memory
+    assert training.budget_of(memory)[1] == expected
     assert memory.activation_checkpointing == "selective"
     assert memory.optimizer_offload is memory.param_offload is False
 
 
 def test_with_param_offload_the_moments_are_on_the_host_already():
-    memory = arguments.settled_memory(build(train_grpo.Args, param_offload=True, optimizer_offload=True), [None]).memory
+    memory = training.settled_memory(build(train_grpo.Args, param_offload=True, optimizer_offload=True), [None]).memory
     assert memory.param_offload is True and memory.optimizer_offload is False

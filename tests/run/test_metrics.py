@@ -12,18 +12,9 @@ from eval import pass_at_k
 from rl.console import progress_line
 from rl.data.types import Batch, Score, take_rows
 from rl.ranks import Ranks
-from rl.run.metrics import (
-    Means,
-    describe,
-    describe_tokens,
-    of_groups,
-    of_lengths,
-    of_norms,
-    of_scores,
-    of_scoring,
-    of_staleness,
-)
-from rl.sampling.evaluation import elected, final_answer, mean_by_name, of_prompt
+from rl.run.means import Means, describe, describe_tokens, of_norms, of_staleness
+from rl.run.metrics import of_groups, of_lengths, of_scores
+from rl.sampling.evaluation import elected, final_answer, mean_by_name, of_prompt, of_scoring
 
 NAN, INF = math.nan, math.inf
 

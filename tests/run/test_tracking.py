@@ -326,7 +326,7 @@ def test_tensorboard_holds_every_value(tracked, tmp_path, sent):
     if sent == "later, by hand":
         for name in ("config.json", "metrics.jsonl", "generations.jsonl"):
             shutil.copy(tracked / name, tmp_path)
-        launch.run("-m", "rl.run.tracking", "tensorboard", tmp_path, "my-project", "my-experiment")
+        launch.run("-m", "extras.trackers", "tensorboard", tmp_path, "my-project", "my-experiment")
         tracked = tmp_path
     events = EventAccumulator(str(tracked / "tensorboard"))
     events.Reload()
@@ -434,7 +434,7 @@ def test_a_tracker_that_raises_is_told_once_and_gets_nothing_more(tmp_path, caps
     hint = " (pip install swanlab)" if isinstance(how, ImportError) else ""
     assert out == "step 1\nstep 2\n" and err == (
         f"swanlab gets nothing more: {words}{hint}. The numbers are in {tmp_path}/run/metrics.jsonl; to send them "
-        f"later: python -m rl.run.tracking swanlab {tmp_path}/run project experiment\n"
+        f"later: python -m extras.trackers swanlab {tmp_path}/run project experiment\n"
     )
     for name in ("metrics.jsonl", "generations.jsonl"):
         assert [line["step"] for line in h.read_jsonl(tmp_path / "run" / name)] == [1, 2]

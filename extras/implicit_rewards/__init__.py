@@ -1,0 +1,36 @@
+"""What train_dpo.py and train_prime.py report of implicit rewards: log-ratios of two models, scaled by beta."""
+
+from typing import Any
+
+
+def pair_metrics(logps: Any, rewards: Any) -> dict[str, Any]:
+    """What TRL reports of pairs, tensors (N,) each: log-probs (N, 2) and implicit rewards (N, 2), of chosen and of
+    rejected responses.
+    """
+    chosen, rejected = rewards.detach().unbind(1)
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/accuracies": (chosen > rejected).float(),
+        "rewards/margins": chosen - rejected,
+        "logps/chosen": logps[:, 0],
+        "logps/rejected": logps[:, 1],
+    }
+
+
+def reward_model_metrics(rewards: Any, log_ratios: Any, rows: Any, accuracies: Any, ranks: Any) -> dict[str, float]:
+    """What verl reports of PRIME's reward model: means over responses of the sums of their token rewards and of their
+    log-ratios, and how well these order the responses of a group.
+
+    Args: rewards and log_ratios (b, T), of this rank's `rows` (b,) of the step; accuracies (P, G), of the step, NaN
+    where a response has no score. All data ranks must enter.
+    """
+    from extras.implicit_rewards.accuracy import order_accuracy
+
+    is_scored = accuracies.flatten().isfinite()
+    reward, raw_reward = (ranks.all_rows(x.sum(1), rows, accuracies.numel()) for x in (rewards, log_ratios))  # (B,)
+    return {
+        "reward_model/reward": reward[is_scored].mean().item(),
+        "reward_model/raw_reward": raw_reward[is_scored].mean().item(),
+        "reward_model/dpo_acc": order_accuracy(raw_reward.view(accuracies.shape), accuracies).item(),
+    }

@@ -1,0 +1,20 @@
+"""How well implicit rewards order the responses of a group."""
+
+import torch
+from torch import Tensor
+
+
+def order_accuracy(log_ratios: Tensor, accuracies: Tensor) -> Tensor:
+    """How often the reward model puts two responses to a prompt into the right order: a scalar.
+
+    Each pair of a group weighs as much as its accuracies differ; a group without a difference counts as 0.5.
+
+    Args: log_ratios, accuracies (P, G), NaN = not scored. Source: the code of PRIME's authors; verl's
+    `compute_dpo_accuracy` (recipe/prime) leaves the last token of a response out.
+    """
+    assert log_ratios.shape == accuracies.shape, f"{log_ratios.shape}, {accuracies.shape}"
+    wanted = (accuracies[:, :, None] - accuracies[:, None, :]).nan_to_num(0.0)  # (P, G, G), each pair twice
+    right = ((log_ratios[:, :, None] > log_ratios[:, None, :]) == (wanted > 0)).to(wanted.dtype)
+    upper = wanted.abs().triu(1)
+    total = upper.sum((1, 2))
+    return torch.where(total > 0, (right * upper).sum((1, 2)) / total, 0.5).mean()

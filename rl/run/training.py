@@ -1,0 +1,84 @@
+"""What the Args of all scripts that train have in common, and their check before anything is loaded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from extras.families import check_routed
+from extras.judges import model_to_score
+from extras.plan import Hardware, Planned, Settled, budget_of, hardware, settle
+from rl.flags import check_limits, flat, settled, spelled
+from rl.model.checks import check_model
+from rl.model.roles import CAUSAL_LM
+from rl.model.sharding import UNPLANNED
+from rl.run.alarms import parse_alarm
+from rl.run.run_folder import first_day, folder_of
+
+USUAL_TOKENS = 16384  # of a micro-batch
+
+
+@dataclass(frozen=True)
+class TrainingArgs(Planned):
+    """The base of the Args of every script that trains."""
+
+    rows_per_unit = 1  # rows that a micro-batch never separates
+    length_flags = ""  # that limit the tokens of a sequence
+    longest = 0  # tokens of the longest sequence
+
+    @property
+    def units(self) -> dict[str, int]:
+        """Tokens of what a micro-batch never divides, by what it is: a micro-batch holds at least one of each."""
+        unit = "one sequence of" if self.rows_per_unit == 1 else "one pair of 2 x"
+        flags = f"({self.length_flags})" if " " in self.length_flags else self.length_flags
+        return {f"{unit} {flags}": self.rows_per_unit * self.longest}
+
+    def check(self) -> None:
+        """Raise ValueError if flags of different groups contradict each other."""
+
+
+def check(args: TrainingArgs, *, scores: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of --model, if nothing is wrong that can be known before data and models are loaded.
+
+    Args: scores, whether --model becomes a reward model, whose head may be new. Raises ValueError, naming the flag, its
+    value and the fix: for numbers beyond the limits of their flags, flags that contradict each other, and a model that
+    is broken, cannot be trained on sequences of the given length, or does not fit into the memory of this machine.
+    """
+    check_limits(args)
+    for alarm in args.logging.alarms:
+        parse_alarm(alarm)
+    flag, tokens = budget_of(args.memory)
+    for unit, length in args.units.items():
+        if tokens != "auto" and tokens < length:
+            raise ValueError(f"{spelled(flag)} {tokens} cannot hold {unit} = {length} tokens; raise it to that")
+    args.check()
+    for group in vars(args).values():
+        if hasattr(group, "check"):  # a group knows what contradicts its flags
+            group.check(flat(args))
+    root = folder_of(args.checkpoints, args.logging.project_name, args.logging.experiment_name)
+    tokenizer = check_model(
+        args.model,
+        model_to_score(args.seed) if scores else CAUSAL_LM,
+        longest=args.longest,
+        limits=args.length_flags,
+        texts=args.data,
+        day=first_day(args.checkpoints, root),
+    )
+    if coef := args.lora.router_aux_loss_coef:
+        check_routed(args.model, f"--router-aux-loss-coef {coef}")
+    settled_memory(args, [hardware()])
+    return tokenizer
+
+
+def settled_memory(
+    args: TrainingArgs, of_ranks: Sequence[Hardware | None], then: dict[str, Any] | None = None
+) -> Settled:
+    """The memory flags with what `auto` stands for: on GPUs, what is the cheapest and fits them. With --param-offload,
+    --optimizer-offload says nothing. For the arguments and for what raises see `extras.plan.settle`.
+    """
+    least, (flag, _) = max(args.units.values()), budget_of(args.memory)
+    if None not in of_ranks:
+        return settle(args, least, of_ranks, then)
+    memory = settled(args.memory, **UNPLANNED | {flag: max(USUAL_TOKENS, least)})
+    return Settled(replace(memory, optimizer_offload=memory.optimizer_offload and not memory.param_offload), [], {}, "")
