@@ -95,6 +95,8 @@ class RLBase(TrainingArgs):
                 raise ValueError(f"{flag} needs --engine vllm; --engine {rollout.engine} has no quantization")
             if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
                 raise ValueError(f"{flag} needs a GPU that computes in FP8, such as an H100 or L40S; leave it out")
+        if (n := self.validation.val_n) > 1 and self.validation.val_temperature == 0:
+            raise ValueError(f"--val-n {n} repeats one greedy response; add a positive --val-temperature")
         without_partial = {
             "--offline": values.get("offline"),
             "--adv-estimator remax": values.get("adv_estimator") == "remax",

@@ -1,8 +1,7 @@
 """The flags of how responses are sampled, while training and in evaluations."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from rl.data.types import Sampling
 from rl.flags import Count, Every, Few, Free, Limit, Needs, PositiveShare, Share, Temperature, TemperatureOr0, TopK
@@ -40,11 +39,6 @@ class Validation:
     def is_on(self) -> bool:
         """Whether a run evaluates at all."""
         return self.val_before_train or self.test_freq > 0
-
-    def check(self, flags: Mapping[str, Any]) -> None:
-        """Raise ValueError if all responses to a held-out prompt would be the same one."""
-        if self.val_n > 1 and self.val_temperature == 0:
-            raise ValueError(f"--val-n {self.val_n} repeats one greedy response; add a positive --val-temperature")
 
     def settings(self, sampling: Sampling) -> Sampling:
         """How held-out prompts are answered; `sampling`, as in training, has lengths and what ends a response."""
