@@ -51,7 +51,7 @@ FREE_SPACE = 1.2  # times the size of a checkpoint that must be free before one 
 class Saver:
     """Saves the checkpoints of a run. All ranks must make all calls.
 
-    Args: record, `resume.describe` of the run; keep, how many checkpoints stay, None for all; resume_from, the one that
+    Args: record, `resume.record_of` the run; keep, how many checkpoints stay, None for all; resume_from, the one that
     the run continues from, if any.
 
     Fields: failures, saves in a row that failed, as known so far: the same number on all ranks; saved, the step of the

@@ -1,5 +1,6 @@
 """Which checkpoint a run continues from, and whether settings and data are still those of its first part."""
 
+import contextlib
 import inspect
 import json
 import pathlib
@@ -16,7 +17,7 @@ from rl.flags import FREE, flat, marked, spelled
 from rl.model.checks import PROBE
 from rl.ranks import Ranks
 from rl.run import checkpoint_files as files
-from rl.run.run_folder import RunFolder
+from rl.run.run_folder import Checkpoints, RunFolder
 from rl.run.together import Failed, gather, together
 from rl.run.tracking import without_secrets
 
@@ -53,15 +54,16 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of trainer_state.jso
 }
 
 
-def choose(
+def choose_checkpoint(
     args: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder
 ) -> tuple[pathlib.Path | None, dict[str, Any]]:
-    """The checkpoint that a run continues from, None for a new run, and `describe` of rank 0. All ranks must enter.
+    """The checkpoint that a run continues from, None for a new run, and the `record_of` rank 0. All ranks must enter.
 
-    Raises ValueError, on every rank, if ranks have read other data than rank 0, if `find` refuses, if the checkpoint is
-    beyond the run's last step, if its model has other experts, or if there are `differences` and no --force-resume.
+    Raises ValueError, on every rank, if ranks have read other data than rank 0, if `find_checkpoint` refuses, if the
+    checkpoint is beyond the run's last step, if its model has another shape, or if there are `differences` and no
+    --force-resume.
     """
-    records = together(lambda: describe(args, tokenizer, folder.total_steps))  # each reads files of its own machine
+    records = together(lambda: record_of(args, tokenizer, folder.total_steps))  # each reads files of its own machine
     of_all = {"data_sha256": "--train-files", "tokenizer_sha256": "the tokenizer of --model"}
     if "strftime_now" in variables(tokenizer):
         of_all["day"] = "the date for the chat template"
@@ -71,7 +73,7 @@ def choose(
                 f"{flag}: rank {odd[0]} has other contents than rank 0 ({what} {records[odd[0]][what]} and "
                 f"{records[0][what]}); copy the same files to every machine, or set its clock, and start again"
             )
-    path = find(args.checkpoints.resume_mode, folder.root, folder.ranks)
+    path = find_checkpoint(args.checkpoints.resume_mode, folder.root, folder.ranks)
     if path is None:
         return None, records[0]
     then, last = trainer_state(path), folder.total_steps
@@ -110,7 +112,7 @@ def _no_checkpoint(resume_mode: str, problem: str) -> ValueError:
     )
 
 
-def find(resume_mode: str, root: pathlib.Path, ranks: Ranks) -> pathlib.Path | None:
+def find_checkpoint(resume_mode: str, root: pathlib.Path, ranks: Ranks) -> pathlib.Path | None:
     """The checkpoint to resume from, every byte of it compared with its manifest. All ranks must enter.
 
     `auto`: the newest intact one under `root`, or None if there is none at all. `disable`: None. Otherwise a
@@ -173,7 +175,7 @@ def _problem(path: pathlib.Path, ranks: Ranks) -> str:
 
 
 def trainer_state(path: pathlib.Path) -> dict[str, Any]:
-    """What a checkpoint says of itself: its step, its world size, and `describe` of the run. Raises ValueError, naming
+    """What a checkpoint says of itself: its step, its world size, and `record_of` the run. Raises ValueError, naming
     the file and the field, if that is not what `Saver` writes.
     """
     file = path / "trainer_state.json"
@@ -189,7 +191,19 @@ def trainer_state(path: pathlib.Path) -> dict[str, Any]:
     return state
 
 
-def describe(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int) -> dict[str, Any]:
+def first_day(flags: Checkpoints, root: pathlib.Path) -> str | None:
+    """The date (ISO format) on which the run began that --resume-mode continues; None for a new run.
+
+    Args: root, the run's folder. A damaged checkpoint is passed over here, and named later.
+    """
+    steps = [root / f"global_step_{step}" for step in reversed(files.list_steps(root))]
+    for path in steps if flags.resume_mode == "auto" else [pathlib.Path(flags.resume_mode)]:
+        with contextlib.suppress(ValueError):
+            return trainer_state(path).get("day")
+    return None
+
+
+def record_of(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int) -> dict[str, Any]:
     """What must stay the same when a run is resumed, as JSON has it."""
     probe = tokenizer(PROBE)["input_ids"]  # merges, normalizer and post-processor show in it
     return {

@@ -86,7 +86,7 @@ class Run:
         resume.check_mode(args.checkpoints.resume_mode)
         root = folder_of(args.checkpoints, args.logging.project_name, args.logging.experiment_name)
         self.folder = RunFolder(root, self.ranks, total_steps)
-        self.resume_from, record = resume.choose(args, tokenizer, self.folder)
+        self.resume_from, record = resume.choose_checkpoint(args, tokenizer, self.folder)
         then = resume.trainer_state(self.resume_from).get("memory") if self.resume_from else None
         pays = self.ranks.device.type == "cuda" and compiling_pays(args, total_steps, self.ranks.size)
         wanted = replace(args, memory=settled(args.memory, compile=pays))
@@ -278,12 +278,12 @@ class Run:
         self, own_samples: Sequence[Sample], own_scores: Sequence[Score], batch: Batch | None = None
     ) -> None:
         """Print rank 0's first response every --log-samples-freq steps, and record it and others to the same prompt in
-        generations.jsonl, token by token, with what the batch of the step has of them: see `samples.describe`.
+        generations.jsonl, token by token, with what the batch of the step has of them: see `samples.shown`.
         """
         freq = self.args.logging.log_samples_freq
         if freq and self.step % freq == 0 and own_samples and self.ranks.is_main:
             self.folder.check()
-            shown = samples.describe(self.tokenizer, own_samples, own_scores, batch)
+            shown = samples.shown(self.tokenizer, own_samples, own_scores, batch)
             self.tracker.log_generations(self.step + 1, "train", shown)
             self.tracker.print(show_sample(shown[0]["prompt"], shown[0]["response"], shown[0]["score"]))
 

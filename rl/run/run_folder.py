@@ -1,6 +1,5 @@
 """The folder of a run: what it is called, which process has it, and STATUS.json, which says how the run stands."""
 
-import contextlib
 import fcntl
 import json
 import os
@@ -9,7 +8,6 @@ import re
 import socket
 import time
 from dataclasses import dataclass
-from datetime import date
 from typing import IO
 
 from safetensors import SafetensorError
@@ -59,20 +57,6 @@ def folder_of(flags: Checkpoints, project_name: str, experiment_name: str) -> pa
     if not folder or not folder.isprintable():
         raise ValueError(f"--default-local-dir {folder!r} is empty or holds control characters; choose another folder")
     return pathlib.Path(folder)
-
-
-def first_day(flags: Checkpoints, root: pathlib.Path) -> str | None:
-    """The date (ISO format) on which the run began that --resume-mode continues; None for a new run.
-
-    Args: root, the run's folder.
-    """
-    steps = [root / f"global_step_{step}" for step in reversed(checkpoint_files.list_steps(root))]
-    for path in steps if flags.resume_mode == "auto" else [pathlib.Path(flags.resume_mode)]:
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-            # Else a damaged checkpoint, which is passed over or refused later.
-            day = json.loads((path / "trainer_state.json").read_text()).get("day")
-            return day and date.fromisoformat(day).isoformat()
-    return None
 
 
 class RunFolder:

@@ -13,7 +13,7 @@ from rl.data.types import Batch, Sample, Score
 MOST = 4  # responses of a step, all to one prompt
 
 
-def describe(
+def shown(
     tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], scores: Sequence[Score], batch: Batch | None
 ) -> list[dict[str, Any]]:
     """The first responses to the first prompt, as JSON.

@@ -14,7 +14,8 @@ from rl.model.checks import check_model
 from rl.model.roles import CAUSAL_LM
 from rl.model.sharding import UNPLANNED
 from rl.run.alarms import parse_alarm
-from rl.run.run_folder import first_day, folder_of
+from rl.run.resume import first_day
+from rl.run.run_folder import folder_of
 
 USUAL_TOKENS = 16384  # of a micro-batch
 

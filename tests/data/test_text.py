@@ -20,7 +20,7 @@ from rl.data.flags import Texts
 from rl.data.rows import read_rows
 from rl.data.template import prepare, rendering_of, variables
 from rl.flags import build
-from rl.run.arguments import check
+from rl.run.training import check
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<unk>", "[CLS]", "[SEP]"]
 

@@ -20,7 +20,7 @@ from rl.model import load as models
 from rl.model import sharding
 from rl.model.logprobs import run_packed, token_logprobs
 from rl.run import export
-from rl.run.arguments import check
+from rl.run.training import check
 
 CASE = ("ppo_clip", "token-mean")
 SCALING = 32 / 4

@@ -87,7 +87,7 @@ def open_run(task, root, ranks, tokenizer=None, **changes):
     """What train_grpo.py saves ten steps on the task's prompts with, in the run folder `root`."""
     args = build(train_grpo.Args, model=task.model, train_files=(task.train,), **changes)
     tokenizer, folder = tokenizer or AutoTokenizer.from_pretrained(task.model), run_folder.RunFolder(root, ranks, 10)
-    found, record = resume.choose(args, tokenizer, folder)
+    found, record = resume.choose_checkpoint(args, tokenizer, folder)
     return checkpoint.Saver(folder, record, tokenizer, keep=args.checkpoints.max_ckpt_to_keep, resume_from=found)
 
 
@@ -376,7 +376,7 @@ def change_record(folder, **fields):
 
 def test_auto_finds_the_newest_intact_checkpoint(task, unbroken, policy_of, tmp_path, capsys):
     ranks = policy_of(task.model)[2]
-    assert resume.find("auto", tmp_path, ranks) is None
+    assert resume.find_checkpoint("auto", tmp_path, ranks) is None
     for name in ("global_step_9", "global_step_10", "global_step_2", ".tmp-global_step_12-0a", "global_step_13_backup"):
         shutil.copytree(unbroken / "global_step_2", tmp_path / name)
     for step in (9, 10):
@@ -384,9 +384,9 @@ def test_auto_finds_the_newest_intact_checkpoint(task, unbroken, policy_of, tmp_
     (tmp_path / "global_step_11" / "state").mkdir(parents=True)
     (tmp_path / "global_step_x").mkdir()
     assert files.list_steps(tmp_path) == [2, 9, 10, 11]  # as numbers, not as text
-    assert resume.find("auto", tmp_path, ranks) == tmp_path / "global_step_10"
+    assert resume.find_checkpoint("auto", tmp_path, ranks) == tmp_path / "global_step_10"
     assert f"passed over: {tmp_path}/global_step_11: no MANIFEST.json" in capsys.readouterr().out
-    assert resume.find("disable", tmp_path / "nowhere", ranks) is None
+    assert resume.find_checkpoint("disable", tmp_path / "nowhere", ranks) is None
 
 
 def test_a_named_checkpoint_is_refused_where_it_would_mix_two_runs(task, unbroken, policy_of, tmp_path):
@@ -397,12 +397,12 @@ def test_a_named_checkpoint_is_refused_where_it_would_mix_two_runs(task, unbroke
     one, named = tmp_path / "one", tmp_path / "one" / "global_step_2"
     for root in (one, tmp_path / "other", tmp_path / "last"):  # a later one; one of another run; both
         with pytest.raises(ValueError, match=f"holds checkpoints of .* up to step {1 if root.name == 'other' else 3};"):
-            resume.find(str(named), root, ranks)
-    assert resume.find(str(named), tmp_path / "fresh", ranks) == named
+            resume.find_checkpoint(str(named), root, ranks)
+    assert resume.find_checkpoint(str(named), tmp_path / "fresh", ranks) == named
     shutil.rmtree(one / "global_step_3")
-    assert resume.find(str(named), one, ranks) == named
+    assert resume.find_checkpoint(str(named), one, ranks) == named
     other_way = one / ".." / "one" / "global_step_2"
-    assert resume.find(str(other_way), one, ranks) == other_way
+    assert resume.find_checkpoint(str(other_way), one, ranks) == other_way
 
 
 def test_a_run_that_goes_on_from_elsewhere_has_saved_nothing_itself(task, policy_of, tmp_path):
@@ -859,7 +859,7 @@ def test_leaving_saves_what_is_not_saved(task, policy_of, slow_disk, tmp_path):
     threading.Timer(0.2, slow_disk.go_on.set).start()
     leave(saver, 5, trained)  # it is being written: not a second time, but to its end
     assert (slow_disk.steps, status_of(tmp_path)) == ([2, 3, 5], ("stopped", 5))
-    assert resume.find("auto", tmp_path, ranks) == tmp_path / "global_step_5"
+    assert resume.find_checkpoint("auto", tmp_path, ranks) == tmp_path / "global_step_5"
 
 
 def test_leaving_tries_again_what_has_failed_and_never_says_stopped_if_nothing_was_saved(
@@ -962,7 +962,7 @@ def test_other_settings_may_change(task, finished, tmp_path):
 def test_another_script_and_flags_that_one_side_lacks_are_differences(task):
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     args = build(train_grpo.Args, model=task.model, train_files=(task.train,))
-    then = resume.describe(args, tokenizer, 10)
+    then = resume.record_of(args, tokenizer, 10)
     assert then["script"] == "train_grpo"
     free, defaults = flags.marked(args, flags.FREE), then["args"]
     assert resume.differences(then, then, defaults, free) == []
@@ -997,10 +997,10 @@ def test_flags_that_a_script_no_longer_has_are_named_in_one_sentence(task, finis
 def test_a_tokenizer_that_gives_other_ids_is_another_one(task):
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     args = build(train_grpo.Args, model=task.model, train_files=(task.train,))
-    before = resume.describe(args, tokenizer, 10)["tokenizer_sha256"]
+    before = resume.record_of(args, tokenizer, 10)["tokenizer_sha256"]
     template = TemplateProcessing(single="$0 <|endoftext|>", special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)])
     tokenizer.backend_tokenizer.post_processor = template
-    assert resume.describe(args, tokenizer, 10)["tokenizer_sha256"] != before
+    assert resume.record_of(args, tokenizer, 10)["tokenizer_sha256"] != before
 
 
 def test_changed_data_is_refused(task, finished, tmp_path):

@@ -49,7 +49,7 @@ def not_ours():
 
 
 BUGS = {
-    "the interpreter's ValueError in our code": lambda: samples.describe(None, [1], [], None),
+    "the interpreter's ValueError in our code": lambda: samples.shown(None, [1], [], None),
     "our code called in a wrong way": lambda: check_limits(None),
     "a library's ValueError": lambda: json.loads("{"),
     "a ValueError of a user's own module": lambda: not_ours(),

@@ -70,7 +70,7 @@ from extras.plan.flops import train_flops
 from rl.data.order import prompts_for_step
 from rl.data.template import stop_token_ids
 from rl.flags import change, flat
-from rl.run.arguments import check
+from rl.run.training import check
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
