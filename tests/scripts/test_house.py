@@ -25,10 +25,10 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3269,
-    "wall": 1717,
-    "import train_grpo": 4430,
-    "import sft": 3867,
+    "core": 3262,
+    "wall": 1715,
+    "import train_grpo": 4260,
+    "import sft": 2439,
     "import eval": 1354,
     "eval.py": 107,
     "sft.py": 95,
