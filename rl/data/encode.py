@@ -4,17 +4,16 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from rl.data.attachments import attachments_of
 from rl.data.packed import Lazy, derive
 from rl.data.rows import Row, named, shown
-from rl.data.template import continued
+from rl.data.template import Tokenizer, continued
 from rl.data.text import check_vocabulary, shown_count, start_of, write
 
 
 def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     rows: Sequence[Row],
     *,
     max_prompt_length: int | None = None,
@@ -44,7 +43,7 @@ def encode_prompts(
             yield None if is_long else np.array(ids, np.int32).tobytes()
 
     encoded = derive(rows, encode, "tokenize")
-    if overlong and (not filter_overlong_prompts or not encoded):
+    if max_prompt_length is not None and overlong and (not filter_overlong_prompts or not encoded):
         fix = ", or pass --filter-overlong-prompts in training" if encoded else ""
         raise ValueError(
             f"{overlong[0][1]}: the prompt has {shown_count(overlong[0][0], max_prompt_length)} tokens, over "
@@ -55,7 +54,7 @@ def encode_prompts(
 
 
 def prompt_ids(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     rows: Sequence[Row],
     limit: int | None,
     text_of: Callable[..., str] | None = None,
@@ -78,7 +77,7 @@ def prompt_ids(
     return batch
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, row: Row, *, limit: int | None = None, checked: bool = True) -> str:
+def prompt_text(tokenizer: Tokenizer, row: Row, *, limit: int | None = None, checked: bool = True) -> str:
     """The text of a row's prompt, without the tokens that the tokenizer puts in front of a string. Of a text that has
     far more than `limit` tokens it is the beginning.
 
@@ -98,7 +97,7 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, row: Row, *, limit: int | No
     return write_prompt(add_generation_prompt=True)
 
 
-def _front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _front(tokenizer: Tokenizer) -> list[int]:
     """The ids that a tokenizer puts in front of a text, such as BOS; those that it puts behind a text are left out."""
     # The vocabulary takes 0.2 s to list, and demonstrations ask row by row, so it is only read if "a" has no tokens.
     sources = (lambda: ["a"], tokenizer.get_vocab)

@@ -73,7 +73,7 @@ class Lazy(Sequence[T]):
     def __len__(self) -> int:
         return len(self.places)
 
-    def __getitem__(self, i: int | slice) -> "T | Lazy[T]":
+    def __getitem__(self, i: int | slice) -> Any:  # an item, or Lazy of several
         return Lazy(self.places[i], self.get) if isinstance(i, slice) else self.get(self.places[i])
 
     def __add__(self, other: Sequence[T]) -> "Lazy[T]":
@@ -94,7 +94,7 @@ def derive(rows: Sequence[Row], make: Callable[[list[Row]], Iterable[T | None]],
 
     Args: make, which gets several rows and gives as many results; name, of the progress bar.
     """
-    made: Packed[T | None] = Packed()
+    made: Packed[Any] = Packed()  # also None, so that the numbers are those of the rows
     chunk: list[Row] = []
     places, size = array("q"), 0
     for count, row in enumerate(progress(name, rows), start=1):

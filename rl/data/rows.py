@@ -123,10 +123,10 @@ def _rows_of(batch: pa.RecordBatch, first: int, file: Path) -> list[Row]:
 
 def _read_jsonl(file: Path) -> Iterator[Row]:
     """The rows of a file, of which one line is in memory at a time."""
-    count = number = 0
+    count = 0
     with open(file, "rb") as lines:
-        for line in (part for ended in lines for part in ended.splitlines()):  # lines may also end with a lone \r
-            number += 1
+        parts = (part for ended in lines for part in ended.splitlines())  # lines may also end with a lone \r
+        for number, line in enumerate(parts, start=1):
             if not line.strip():
                 continue
             where = f"{file}: row {count} (line {number})"

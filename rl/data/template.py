@@ -31,7 +31,7 @@ FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeErr
 
 def load_tokenizer(
     model: str, texts: Texts | None = None, *, day: str | None = None, flag: str = "--model"
-) -> PreTrainedTokenizerBase:
+) -> Tokenizer:
     """The tokenizer of a model's folder or Hugging Face id, whose chat template is used as `texts` and `day` say, see
     `prepare`. Raises ValueError naming `flag` if there is none.
     """
@@ -46,7 +46,7 @@ def load_tokenizer(
     return prepare(tokenizer, texts or Texts(), day)
 
 
-def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def stop_token_ids(model: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Every id that ends a response: the end-of-sequence ids of the tokenizer, the config and the generation config.
 
     They often differ: one ends the turns of an instruction-tuned model, another the documents of its base model.

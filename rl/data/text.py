@@ -20,14 +20,12 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import markupsafe
-from transformers import PreTrainedTokenizerBase
 
 from extras.agents import with_json_arguments
 from rl.data.attachments import attachments_of
 from rl.data.rows import Row, is_absent, named, shown
-from rl.data.template import FAULTS, render, rendering_of, variables
+from rl.data.template import FAULTS, Tokenizer, render, rendering_of, variables
 
-Tokenizer = PreTrainedTokenizerBase
 Mark = Callable[[str, str], str]  # (place, text) -> what stands there instead
 
 # Fields whose texts need not be among the tokens. Templates rename roles, read types, and leave out ids.
@@ -102,13 +100,15 @@ def write(
     return attachments.in_text(text)
 
 
-def start_of(tokenizer: PreTrainedTokenizerBase, text: str, limit: int | None) -> str:
+def start_of(tokenizer: Tokenizer, text: str, limit: int | None) -> str:
     """The text, or only its beginning if that has far more than `limit` tokens. Tokenizing takes some 350 bytes of
     memory for each character, so that is not done with all of a text which is refused in any case.
 
     Far more, since the last tokens of a beginning may be others than in the whole text, where a word goes on.
     """
-    size = len(text) if limit is None else 8 * limit + 4096
+    if limit is None:
+        return text
+    size = 8 * limit + 4096
     while size < len(text):
         if len(tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > _far_over(limit):
             return text[:size]
