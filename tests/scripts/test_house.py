@@ -25,11 +25,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3262,
+    "core": 3261,
     "wall": 1715,
-    "import train_grpo": 4260,
+    "import train_grpo": 4259,
     "import sft": 2439,
-    "import eval": 1354,
+    "import eval": 1353,
     "eval.py": 107,
     "sft.py": 95,
     "train_async.py": 165,
