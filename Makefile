@@ -2,6 +2,7 @@
 # make check   install, then lint and the tests of formulas, batching and data: under a minute on two cores
 # make test    install, then the whole test suite: tests/README.md says what to run after which change
 #              make test VLLM=0.28 runs the tests that start vLLM with another version of it, in an environment of its own
+# make promises  install, then the tests of what the project promises, tests/promises.md: less than three minutes
 # make thorough  install, then the suite with the further cases of each property that `make test` leaves out
 # make faults  install, then kill runs at 50 random times, samplers at 60, and break checkpoints: up to 20 minutes
 # make lint    install, then ruff, and the types of rl/
@@ -18,7 +19,7 @@ endif
 # Bytecode is written even where the environment forbids it: else every process of a test compiles what it imports.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --reruns 1
 
-.PHONY: install demo check test thorough faults lint clean
+.PHONY: install demo check test promises thorough faults lint clean
 
 install: $(VENV)/installed
 
@@ -48,6 +49,9 @@ else
 	$(PYTEST) tests/sampling tests/model/test_distributed.py tests/model/test_borrowed.py
 	$(PYTEST) tests/run tests/samplers tests/scripts tests/rewards/test_rewards_learn.py -m "thorough or not thorough" -k "vllm or behind_generation"
 endif
+
+promises: install
+	$(PYTEST) -n 2 -m "promise and not thorough"
 
 thorough: install
 	$(PYTEST) -m "thorough or not thorough"

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import re
 from collections.abc import Iterator
 
 import helpers_scripts as h
@@ -75,10 +76,17 @@ LONGEST = (
 torch.set_num_threads(1)  # as in the runs that tests start: two threads add up in another order, to other bits
 
 
+@pytest.hookimpl(tryfirst=True)  # before the tests that -m leaves out are dropped
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; `--no-loadscope-reorder` makes xdist keep this order."""
+    """The longest files first; `--no-loadscope-reorder` makes xdist keep this order. Tests that promises.md names get
+    their mark.
+    """
     place = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+    promised = set(re.findall(r"`(test_\w+::test_\w+)`", (launch.TESTS / "promises.md").read_text()))
+    for item in items:
+        if f"{item.path.stem}::{item.name.partition('[')[0]}" in promised:
+            item.add_marker("promise")
 
 
 def pytest_collection_finish() -> None:

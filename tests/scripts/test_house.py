@@ -8,7 +8,8 @@ the wall is rl/run/. "import sft" counts the code lines of every file of rl/ tha
 the top of a module count, also inside `if` and `try`, and imports inside functions do not. A door is no part of that:
 it has a limit of its own.
 
-`PYTHONPATH=.:tests python tests/scripts/test_house.py` prints the figures beside their limits.
+`PYTHONPATH=.:tests python tests/scripts/test_house.py` prints the figures beside their limits. With `--shape` it also
+prints what has no limit: imports of extras, functions with many parameters, containers, and mentions of `Any`.
 """
 
 import ast
@@ -220,6 +221,28 @@ def test_an_extra_knows_the_core_its_own_room_and_doors(extra):
             assert not others, f"{path} imports {names} of another extra; only its door may be imported"
 
 
+def shape(files: set[Path]) -> dict[str, int]:
+    """What makes code hard to follow, beside its length, in some files."""
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+    of_extras = [
+        {file for alias in node.names for file in files_of(prefix + alias.name) if file.parent.parent.name == "extras"}
+        for node in imports
+        for prefix in [f"{node.module}." if isinstance(node, ast.ImportFrom) else ""]
+    ]
+    functions = [node.args for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    counts = [len([*x.posonlyargs, *x.args, *x.kwonlyargs]) for x in functions]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    bases = [" ".join(map(ast.unparse, [*node.bases, *node.decorator_list])) for node in classes]
+    return {
+        "imports of doors": sum(bool(x) and {file.name for file in x} == {"__init__.py"} for x in of_extras),
+        "imports of rooms of extras": sum({file.name for file in x} > {"__init__.py"} for x in of_extras),
+        "functions with more than six parameters": sum(count > 6 for count in counts),
+        "dataclasses and named tuples": sum("dataclass" in x or "NamedTuple" in x for x in bases),
+        "mentions of Any": sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes),
+    }
+
+
 def test_what_counts_as_a_code_line():
     source = '"""A module.\n\nTwo."""\n\nimport os  # one\n# none\n\n\n'
     source += 'def f(x):  # two\n    """None."""\n    return """\n\n"""\n'
@@ -242,3 +265,7 @@ if __name__ == "__main__":
     for figure, now in figures().items():
         print(f"{figure}: {now:,} code lines, at most {limit(figure):,}")
     print(f"extras: {sum(map(size, (ROOT / 'extras').rglob('*.py'))):,} code lines")
+    if "--shape" in sys.argv:
+        wall = set((ROOT / "rl" / "run").rglob("*.py"))
+        for part, files in {"core": set((ROOT / "rl").rglob("*.py")) - wall, "wall": wall}.items():
+            print(part, *(f"{count} {name}" for name, count in shape(files).items()), sep="; ")
