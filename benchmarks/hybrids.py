@@ -237,7 +237,7 @@ def check(args: Check) -> list[dict[str, Any]]:
                     line(family, what, expected, run, way=way)
                     if kept == "selective" and not compiled:
                         for other in WAYS.values():
-                            ways.use_forward(model, **ways.WAYS[other])
+                            ways.use_way(model, other)
                             line(family, f"eager, {other}", expected, run, way=other)
     return lines
 
@@ -286,7 +286,7 @@ def speed(args: Speed) -> list[dict[str, Any]]:
     work = dict(tokens=float(lengths.sum()), sum_squares=float((lengths * lengths).sum()), frozen=True)
     flops = train_flops(model, response_tokens=work["tokens"] - len(done), **work)
     for way in args.ways:
-        ways.use_forward(model, **ways.WAYS[WAYS[way.split()[0]]])
+        ways.use_way(model, WAYS[way.split()[0]])
         with without_kernels(model) if way.endswith("without kernels") else nullcontext():
             start, line = now(), {"way": way, "chosen": chosen, "micro_batches": len(plan), "tokens": work["tokens"]}
             try:

@@ -30,7 +30,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from data import arithmetic
 from extras.engines import hf
-from extras.families.ways import WAYS, use_forward
+from extras.families.ways import use_way
 from extras.lora import adapters as lora
 from rl.data.order import derive_seed
 from rl.flags import build
@@ -340,7 +340,7 @@ def choose_once(choose: Callable = models.choose_forward) -> Callable:
             options.get("longest"),
         )
         if key in TRIED and not any(lora.is_adapter(name) for name, _ in model.named_parameters()):
-            use_forward(model, **WAYS["packed"])
+            use_way(model, "packed")
             return "packed"
         way = choose(model, ranks, **options)
         if way == "packed":

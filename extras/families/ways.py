@@ -7,7 +7,7 @@ attention of their own, run padded, a sequence in each row.
 
 import itertools
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,20 @@ from rl.model.self_test import Trial
 SIMILAR = 0.8  # a row shorter than this share of the longest one in its padded pass begins the next pass
 # How recurrent layers keep sequences apart, and that in words; those of the first one share beginnings
 APART = {"": "", "borders": ", nothing shared", "rows": " but in recurrent layers"}
-WAYS = {  # to run a model, the fastest first; the arguments of `use_forward`
-    f"packed{words}{logits}": dict(is_padded=False, own_head=bool(logits), apart=apart)
+
+
+class Way(NamedTuple):
+    """How a model runs."""
+
+    is_padded: bool  # or packed
+    own_head: bool  # whether logits come from the model's own forward, or are a product with one matrix
+    apart: str = ""  # how recurrent layers keep sequences apart, of `APART`
+
+
+WAYS = {  # by name, the fastest first
+    f"packed{words}{logits}": Way(is_padded=False, own_head=bool(logits), apart=apart)
     for (apart, words), logits in itertools.product(APART.items(), ("", ", with the logits of its own forward"))
-} | {"padded": dict(is_padded=True, own_head=True, apart="")}
+} | {"padded": Way(is_padded=True, own_head=True)}
 
 
 def choose_way(trial: Trial, problem: str) -> str:
@@ -36,7 +46,7 @@ def choose_way(trial: Trial, problem: str) -> str:
     """
     model, ranks, flag, kind = trial.model, trial.ranks, trial.flag, trial.model.config.model_type
     recurrent, reasons, no_kernels = family(model, "recurrent"), {"packed": problem}, ""
-    ways = [way for way, options in WAYS.items() if options["apart"] == "" and way != "packed"]
+    ways = [name for name, way in WAYS.items() if way.apart == "" and name != "packed"]
     if recurrent:
         if ranks.is_main and recurrent.has_kernels_to_try(ranks.device):
             say(
@@ -44,13 +54,13 @@ def choose_way(trial: Trial, problem: str) -> str:
                 "are compiled and tuned, which takes minutes"
             )
         apart, no_kernels = recurrent.ways(model.packed.device)
-        ways = [way for way, options in WAYS.items() if options["apart"] in apart or options["is_padded"]]
-    for way in ways:
-        use_forward(model, **WAYS[way])
-        if not WAYS[way]["own_head"] and not trial.has_plain_head:
-            reasons[way] = "its LM head is more than one matrix"
+        ways = [name for name, way in WAYS.items() if way.apart in apart or way.is_padded]
+    for name in ways:
+        way = use_way(model, name)
+        if not way.own_head and not trial.has_plain_head:
+            reasons[name] = "its LM head is more than one matrix"
             continue
-        error, reasons[way] = trial.difference(trial.outputs)
+        error, reasons[name] = trial.difference(trial.outputs)
         if error <= trial.limit:
             break
     else:
@@ -58,32 +68,36 @@ def choose_way(trial: Trial, problem: str) -> str:
             f"{flag}: {kind} gives other numbers here than its own forward does, packed ({reasons[ways[-2]]}) and "
             f"padded ({reasons['padded']}); choose another model"
         )
-    if WAYS[way]["is_padded"] or WAYS[way]["apart"]:
+    if way.is_padded or way.apart:
         ranks.not_sharing.add(model)
-    if way == "padded" and ranks.is_main:
+    if way.is_padded and ranks.is_main:
         say(
             f"{flag}: {kind} runs padded, one row a sequence, since it cannot run packed: {reasons[ways[-2]]}. Padding "
             "and the prompt of each response are computed too: training takes more time, and a micro-batch more memory "
             "than its tokens would; lower the limit of tokens a GPU if needed"
         )
-    if WAYS[way]["apart"] == "rows" and ranks.device.type == "cuda" and ranks.is_main:
+    if way.apart == "rows" and ranks.device.type == "cuda" and ranks.is_main:
         say(f"{flag} {kind}: {recurrent.advice(no_kernels or reasons[ways[0]])}")
-    return way
+    return name
 
 
-def use_forward(model: nn.Module, *, is_padded: bool, own_head: bool, apart: str = "") -> None:
-    """Say how a model runs from now on: padded or packed, by whose head, and how its recurrent layers are apart."""
-    model.packed = replace(model.packed, layout=pad if is_padded else None, own_logits=own_logits if own_head else None)
+def use_way(model: nn.Module, name: str) -> Way:
+    """Let a model run in one of `WAYS` from now on. Returns: the way."""
+    way, packed = WAYS[name], model.packed
+    model.packed = replace(
+        packed, layout=pad if way.is_padded else None, own_logits=own_logits if way.own_head else None
+    )
     if recurrent := family(model, "recurrent"):
-        recurrent.use(apart)
-    use_attention(model, model.get_correct_attn_implementation(None) if is_padded else model.packed.attention)
+        recurrent.use(way.apart)
+    use_attention(model, model.get_correct_attn_implementation(None) if way.is_padded else packed.attention)
+    return way
 
 
 def way_now(model: nn.Module) -> str:
     """Which of `WAYS` a model runs."""
     apart = recurrent.apart if (recurrent := family(model, "recurrent")) else ""
-    now = dict(is_padded=model.packed.layout is pad, own_head=model.packed.own_logits is not None, apart=apart)
-    return next(way for way, options in WAYS.items() if options == now)
+    now = Way(model.packed.layout is pad, model.packed.own_logits is not None, apart)
+    return next(name for name, way in WAYS.items() if way == now)
 
 
 def pad(batch: Batch, model: nn.Module) -> tuple[list[Pass], Tensor]:

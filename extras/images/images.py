@@ -9,14 +9,12 @@ The processor says which tokens an image becomes, and what the model gets to see
 """
 
 import hashlib
-import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
@@ -51,7 +49,7 @@ class Images:
     def __init__(self):
         self.known = [Known(Image.new("RGB", (28, 28)), 28, 28)]  # image 0 is for ranks that have no other
         self.most_in_row = 0
-        self._numbers: dict[Any, int] = {}  # by path or hash of the content
+        self._numbers: dict[Any, int] = {}  # by path, hash of the content, or id of a PIL image
         self._unchecked: dict[int, str] = {}  # numbers of images that `check_pixels` has to decode, with their places
         self._processor: tuple[str, ProcessorMixin] | None = None  # the model that it belongs to, and the processor
         self._tokens: dict[tuple[int, int], Tokens] = {}  # by width and height
@@ -175,25 +173,18 @@ class Images:
     # -----------------------------------------------------------------------------------------------------------------
     # Token ids
 
+    def without_repeats(self, ids: Sequence[int]) -> list[int]:
+        """Token ids with one id for each image."""
+        result, place = [], 0
+        while place < len(ids):
+            result.append(ids[place])
+            place += 1 if ids[place] < FIRST else len(self.tokens(ids[place] - FIRST).ids)
+        return result
+
     def collapsed(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
         """Token ids with one token for each image, as a chat template has it, and the numbers of the images."""
-        if max(ids, default=0) < FIRST:
-            return list(ids), []
-        collapsed, numbers = [], []
-        for token, group in itertools.groupby(ids):
-            count = len(list(group))
-            if token >= FIRST:
-                count //= len(self.tokens(token - FIRST).ids)
-                numbers += [token - FIRST] * count
-            collapsed += [self.token_id if token >= FIRST else token] * count
-        return collapsed, numbers
-
-    def runs(self, ids: Sequence[int] | np.ndarray | torch.Tensor) -> Iterator[tuple[int, int]]:
-        """(number, how often) of the images in token ids (n,), in their order."""
-        ids = torch.as_tensor(np.asarray(ids))
-        tokens, counts = ids[ids >= FIRST].unique_consecutive(return_counts=True)
-        for token, count in zip(tokens.tolist(), counts.tolist(), strict=True):
-            yield token - FIRST, count // len(self.tokens(token - FIRST).ids)
+        short = self.without_repeats(ids)
+        return [x if x < FIRST else self.token_id for x in short], [x - FIRST for x in short if x >= FIRST]
 
     def expanded(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Token ids of any shape -> those that a model knows, where it sees an image's features, and the numbers of
@@ -202,7 +193,7 @@ class Images:
         is_image = ids >= FIRST
         if not is_image.any():
             return ids, is_image, []
-        numbers = [k for k, count in self.runs(ids[is_image].cpu()) for _ in range(count)]
+        numbers = [x - FIRST for x in self.without_repeats(ids[is_image].tolist())]
         tokens = torch.tensor([token for k in numbers for token in self.tokens(k).ids], dtype=ids.dtype)
         features, expanded = torch.zeros_like(is_image), ids.clone()
         features[is_image] = (tokens == self.processor.feature_token_id).to(ids.device)

@@ -1,5 +1,6 @@
 """The images of one row: their places in its messages, in the text of the chat template, and in its token ids."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,23 +57,18 @@ class RowImages(Attachments):
             problem = f"has {len(self.numbers)} image(s), and its messages {count} place(s) for them"
             fix = f"write {PLACE} for each image, in their order, or mend the column images"
             raise ValueError(f"{self.where}: {problem}; {fix}")
-        numbers, all_ids, all_masks = iter(self.numbers), [], []
+        numbers, pairs = iter(self.numbers), []
         for token, is_learned in zip(ids, mask or [0] * len(ids), strict=True):
-            if token == self.images.token_id:
-                k = next(numbers)
-                tokens, is_learned = [FIRST + k] * len(self.images.tokens(k).ids), 0
-            else:
-                tokens = [token]
-            all_ids += tokens
-            all_masks += [is_learned] * len(tokens)
-        return all_ids, all_masks
+            is_place = token == self.images.token_id
+            pairs += self._pairs(next(numbers)) if is_place else [(token, is_learned)]
+        return [token for token, _ in pairs], [is_learned for _, is_learned in pairs]
+
+    def _pairs(self, number: int) -> list[tuple[int, int]]:
+        """The token ids of an image, each with its mask."""
+        return [(FIRST + number, 0)] * len(self.images.tokens(number).ids)
 
 
 def _parts(content: str) -> str | list[dict[str, str]]:
-    if PLACE not in content:
-        return content
-    parts: list[dict[str, str]] = []
-    for i, text in enumerate(content.split(PLACE)):
-        parts += [{"type": "image"}] if i else []
-        parts += [{"type": "text", "text": text}] if text else []
-    return parts
+    texts = [x for x in re.split(f"({PLACE})", content) if x]
+    parts = [{"type": "image"} if x == PLACE else {"type": "text", "text": x} for x in texts]
+    return parts if PLACE in content else content

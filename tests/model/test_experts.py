@@ -16,7 +16,7 @@ from workers.objectives import largest_error, make_batch, packed_backward, plain
 import train_grpo
 from extras.engines import hf
 from extras.families import experts
-from extras.families.ways import WAYS, use_forward
+from extras.families.ways import use_way
 from extras.lora import adapters as lora
 from extras.lora import experts as lora_experts
 from rl.data.batching import collate, plan_updates
@@ -178,7 +178,7 @@ def test_the_engine_says_which_experts_it_has_chosen(folder_of, world):
 def test_the_auxiliary_loss_by_a_loop(name, way, folder_of, world):
     """Its gradients are those of the formula, token by token; two micro-batches weigh as many tokens as they have."""
     model = families.load(folder_of[name], world, activation_checkpointing="selective")
-    use_forward(model, **WAYS["padded" if way == "padded" else "packed"])
+    use_way(model, "padded" if way == "padded" else "packed")
     family(model, "experts").balance, family(model, "experts").replays = 0.5, way == "replayed"
     random = torch.Generator().manual_seed(3)
     ids = [torch.randint(3, 80, (n,), generator=random).tolist() for n in (9, 5, 12)]

@@ -15,7 +15,7 @@ import transformers
 from torch.utils.checkpoint import checkpoint
 
 from extras.families import delta_rule, recurrent
-from extras.families.ways import use_forward
+from extras.families.ways import use_way
 from rl.data.batching import collate
 from rl.data.types import Batch, Sample, Sampling
 from rl.model.family import family
@@ -80,7 +80,7 @@ def main() -> None:
         for compiled in (False, True):
             one = shard(copy.deepcopy(model), ranks, Memory(activation_checkpointing="none", compile=compiled))
             assert recurrent.know_borders(family(one, "recurrent").mixers, ranks.device)  # no kernels
-            use_forward(one, is_padded=False, own_head=False, apart="rows")
+            use_way(one, "packed but in recurrent layers")
             graphs.clear()
             for batch in batches:
                 with torch.no_grad():
