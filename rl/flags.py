@@ -11,7 +11,7 @@ script's Args nests groups; on the command line they are flat, and --help shows 
 
 A group of an extra stands in the extra's door. A group may have two things that rl/run/ asks for: a method
 `check(flags)`, which gets the values of all flags by name and raises ValueError if one of them contradicts the group's
-own, and `text_only`, which names what reads no images. Args itself may have `text_only` too.
+own, and `text_only`, which names what reads nothing but text. Args itself may have `text_only` too.
 """
 
 import dataclasses

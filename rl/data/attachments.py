@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from extras import images
-from extras.images import check_pixels as check_attachments
-from extras.images import read as read_attachments
-from extras.images import refuse as refuse_attachments
 
-__all__ = ["Attachments", "attachments_of", "check_attachments", "read_attachments", "refuse_attachments"]
+read_attachments, check_attachments = images.read, images.check_pixels
+refuse_attachments = images.refuse
 
 
 class Attachments:

@@ -12,7 +12,7 @@ import transformers
 from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, core_model_loading
 
-from extras.images import check_second_model as check_same_images
+from extras.images import check_second_model
 from rl.data.template import load_tokenizer
 from rl.model.roles import CAUSAL_LM, CausalLM, Learning
 
@@ -193,7 +193,7 @@ def check_same_tokenizer(
     if other.get_vocab() != vocabulary:
         problem = f"its tokenizer is not that of --model {policy}, so it would misread every token"
         raise ValueError(f"{flag} {path}: {problem}; choose a model of the same family")
-    check_same_images(path, flag, policy)
+    check_second_model(path, flag, policy)
     rows, own_rows = (AutoConfig.from_pretrained(x).get_text_config().vocab_size for x in (path, policy))
     if rows < (needed := min(max(vocabulary.values()) + 1, own_rows)):
         problem = f"it knows {rows} tokens, and --model {policy} may sample {needed}"

@@ -129,7 +129,7 @@ def _alone(x: torch.Tensor) -> torch.Tensor:
 
 
 def _files_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """What `save_pretrained` writes, by name, and what the folder of the model has for its processor."""
+    """What `save_pretrained` writes, by name, and the files by which the model reads what rows hold beside text."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         paths = [p for p in pathlib.Path(folder).rglob("*") if p.is_file()]  # further chat templates have a folder

@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3261,
+    "core": 3259,
     "wall": 1715,
-    "import train_grpo": 4259,
+    "import train_grpo": 4257,
     "import sft": 2439,
-    "import eval": 1353,
+    "import eval": 1351,
     "eval.py": 107,
     "sft.py": 95,
     "train_async.py": 165,
