@@ -12,12 +12,13 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from extras.distillation import Teacher, server
 from extras.images import FIRST
+from extras.offload import offload, onload
 from rl.data.batching import Update
 from rl.data.types import Batch
 from rl.model import logprobs
 from rl.model.checks import PROBE, check_model
 from rl.model.load import load_model
-from rl.model.sharding import Memory, offload, onload
+from rl.model.sharding import Memory
 from rl.ranks import Ranks
 
 

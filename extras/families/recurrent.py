@@ -26,6 +26,7 @@ from extras.families.forwards import replace_forward
 from rl.data.types import Batch
 from rl.model.attention import Packing
 from rl.model.family import Family, Pass
+from rl.model.sharding import KEPT_OPERATIONS
 
 Apart = Literal["", "borders", "rows"]  # "": no layer is recurrent
 DELTA_RULE = "torch_chunk_gated_delta_rule"
@@ -74,7 +75,8 @@ class Recurrent(Family):
 
 
 def make(model: nn.Module) -> Recurrent:
-    """The family of a model that has such layers."""
+    """The family of a model that has such layers. The backward pass does not compute their kernels again."""
+    KEPT_OPERATIONS.add("rl.gated_delta")
     return Recurrent(add_mixers(model))
 
 

@@ -58,6 +58,11 @@ class Vision(Family):
     def __init__(self, model: nn.Module):
         self.model, self.images = model, images.of_process()
 
+    def may_compile(self, layer: nn.Module) -> bool:
+        """Not those of the tower: images have other dimensions that vary."""
+        named_tower = tower_of(self.model)
+        return named_tower is None or all(layer is not x for x in named_tower[1].modules())
+
     def widen(self, batch: Batch, wanted: Tensor) -> tuple[Batch, Tensor]:
         """See `with_image`."""
         rows, batch = len(wanted), self.with_image(batch)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from extras.demonstrations import encode_conversation
 from extras.judges import RewardModelFlags
 from extras.judges.scalar_models import ScalarModel, fixed_scores
+from extras.offload import offload, onload
 from rl import stop
 from rl.console import say
 from rl.data.batching import collate, plan_micro_batches
@@ -19,7 +20,7 @@ from rl.data.template import Rendering, rendering_of, variables
 from rl.data.types import Sample, Score
 from rl.model.checks import check_model
 from rl.model.load import load_model
-from rl.model.sharding import BARE, offload, onload
+from rl.model.sharding import BARE
 from rl.ranks import Ranks
 
 

@@ -6,12 +6,14 @@ of GPUs, work.py says what a step of a script computes, seconds.py and simulatio
 it up, and report.py prints it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from rl.flags import Free, Positive
+from rl.flags import Free, Positive, settled
 
 T = TypeVar("T")
+USUAL_TOKENS = 16384  # of a micro-batch
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,21 @@ def hardware() -> Hardware | None:
     return host.hardware()
 
 
-def settle(args: Any, least: int, of_ranks: list[Hardware], then: dict[str, Any] | None = None) -> Settled:
-    """Args' memory flags with the cheapest way that fits in the place of `auto`: a pure function.
+def settle(args: Any, least: int, of_ranks: Sequence[Any], then: dict[str, Any] | None = None) -> Settled:
+    """Args' memory flags with the cheapest way that fits in the place of `auto`: a pure function. Without a GPU these
+    are what is usual. With --param-offload, --optimizer-offload says nothing.
 
-    Args: least, the tokens that a micro-batch must hold; of_ranks, the hardware of each, of which the smallest counts;
-    then, the record of a run that is resumed. Raises ValueError with a sentence if nothing fits.
+    Args: least, the tokens that a micro-batch must hold; of_ranks, the `hardware` of each, of which the smallest
+    counts; then, the record of a run that is resumed. Raises ValueError with a sentence if nothing fits.
     """
+    if None in of_ranks:
+        from extras.offload import NO_OFFLOAD
+        from rl.model.sharding import UNPLANNED
+
+        usual = UNPLANNED | NO_OFFLOAD | {budget_of(args.memory)[0]: max(USUAL_TOKENS, least)}
+        memory = settled(args.memory, **usual)
+        moves_moments = memory.optimizer_offload and not memory.param_offload
+        return Settled(replace(memory, optimizer_offload=moves_moments), [], {}, "")
     from extras.plan import ways
 
     gpu, memory = min(x.gpu for x in of_ranks), min(x.host for x in of_ranks)

@@ -56,6 +56,10 @@ class Family:
         """Metrics of what `watched` has seen. All ranks must enter. Raises RuntimeError if that cannot be right."""
         return {}
 
+    def may_compile(self, layer: nn.Module) -> bool:
+        """Whether a layer may run compiled, since nothing about its inputs varies but the number of tokens."""
+        return True
+
     def is_added(self, name: str) -> bool:
         """Whether a parameter of this name is in none of the model's files, since the family has added it."""
         return False

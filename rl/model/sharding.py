@@ -4,14 +4,11 @@ import contextlib
 import functools
 import itertools
 import math
-import mmap
 import os
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch._dynamo
 import torch._inductor
@@ -19,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from extras.families import tower_of
 from rl.flags import AtLeast1, Free, Switch, settled
 from rl.model.family import is_added
 from rl.model.logprobs import add_packed_forward
@@ -40,9 +36,12 @@ COMPILE_OPTIONS = {UNGUARDED_FUSION: True} if UNGUARDED_FUSION in torch._inducto
 # without, trained or frozen. After eight graphs it would run whatever is new uncompiled.
 torch._dynamo.config.recompile_limit = 64
 
-# Beginnings of the names of operations whose results "selective" keeps.
-PRODUCTS = ("aten.mm", "aten.addmm", "aten._grouped_mm", "transformers.grouped_mm")
-ATTENTION = ("aten._scaled_dot_product", "torch_attn.", "flash_attn.", "rl.gated_delta")
+# Beginnings of the names of operations whose results "selective" keeps: matrix products and attention. A family of
+# models with such an operation of its own adds that.
+KEPT_OPERATIONS = {
+    *("aten.mm", "aten.addmm", "aten._grouped_mm", "transformers.grouped_mm"),
+    *("aten._scaled_dot_product", "torch_attn.", "flash_attn."),
+}
 CODE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # environment: where torch keeps what it has compiled
 
 
@@ -55,14 +54,14 @@ class Memory:
     # ranks that share one copy of the model, such as the GPUs of a machine; by default all
     fsdp_size: Free[AtLeast1 | None] = None
     compile: Free[Switch] = "auto"  # torch.compile the layers and the head on a GPU: pays in a run that is long enough
-    # keep AdamW's moments in host memory; in its step they pass through the GPU, those of one parameter at a time
-    optimizer_offload: Free[Switch] = "auto"
-    # keep weights, gradients and moments in host memory: layers come to the GPU to compute, AdamW steps on the host
-    param_offload: Free[Switch] = "auto"
+
+    # Where weights and gradients live if that is not the device: with a `policy` for FSDP2, and a method `take(model,
+    # device)` that makes a sharded model ready. See extras/offload.
+    home = None
 
 
 # What "auto" means where nobody has computed what fits, such as on a CPU.
-UNPLANNED = dict(activation_checkpointing="selective", optimizer_offload=False, param_offload=False)
+UNPLANNED = {"activation_checkpointing": "selective"}
 BARE = Memory(activation_checkpointing="none", compile=False)  # FSDP2 and nothing else
 
 
@@ -70,67 +69,106 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
     """Shard parameters, gradients and optimizer state over all ranks with FSDP2, as the memory flags say.
 
     What learns gets master weights in float32 (those of a float64 model stay as they are), and gradients are reduced in
-    it; what does not learn keeps its dtype. Compute runs in `ranks.dtype`, of a float64 model in float64. Gradients are
-    SUMMED over ranks, so that a loss divided by a global denominator needs no `* world_size`. Each decoder layer is a
-    unit; embedding, final norm and LM head share the root unit, so tied weights stay one parameter. Every rank gets
-    rank 0's values, buffers included. The model is left in evaluation mode, which stops no gradient. Frozen weights
-    beside others that learn are not sharded where a shard would be the whole: FSDP2 would hold a second copy of them.
+    it; what does not learn keeps its dtype. Compute runs in `ranks.dtype`, of a float64 model in float64. Each decoder
+    layer is a unit; embedding, final norm and LM head share the root unit, so tied weights stay one parameter. The
+    model is left in evaluation mode, which stops no gradient: no dropout or noise of any kind, so that log-probs are a
+    function of weights and tokens.
 
     activation_checkpointing "selective" keeps the results of matrix products and attention (Korthikanti et al. 2022,
     arXiv 2205.05198). fsdp_size: shard over so many neighbouring ranks, such as a machine's, and keep copies on the
-    others; between machines only one all-reduce of gradients an update is left (`backward`). param_offload: a unit
-    comes to the device for its pass, and gradients go to the host, where an optimizer steps.
+    others; between machines only one all-reduce of gradients an update is left (`backward`).
     """
     memory = settled(memory, **UNPLANNED)
-    learning = [x.dtype for x in model.parameters() if x.requires_grad]
-    master = torch.promote_types(learning[0], torch.float32) if learning else next(model.parameters()).dtype
-    compute = ranks.dtype if master == torch.float32 else master
-    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
+    units = outermost(model, model._no_split_modules or ())
+    recompute(units, memory.activation_checkpointing)
+    if memory.compile:
+        compile_units(model, units)
+    is_whole = (memory.fsdp_size or ranks.size) == 1 and memory.home is None
+    apply_fsdp(model, units, ranks, memory, is_whole=is_whole)
+    if ranks.size > 1:  # alone, FSDP2 would spend a pass on dividing by 1
+        sum_gradients(model)
+    if memory.home is not None:
+        memory.home.take(model, ranks.device)
+    model.eval()
+    return add_packed_forward(
+        model,
+        compile=memory.compile,
+        keep_logits=memory.compile and memory.activation_checkpointing == "none",  # uncompiled, they are in float32
+        device=ranks.device,
+        is_whole=is_whole,
+        on_host=memory.home is not None,
+    )
+
+
+def recompute(units: Sequence[nn.Module], level: str) -> None:
+    """Let the backward pass recompute what --activation-checkpointing says of each unit."""
+    for unit in units if level != "none" else ():
+        contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+        contexts.cache_hash = str(sorted(KEPT_OPERATIONS))  # or torch would trace layers again at every start
+        options = {"context_fn": contexts} if level == "selective" else {}
+        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, **options)
+
+
+def compile_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Let units run compiled, unless a family of the model objects."""
+    for unit in units:
+        if all(family.may_compile(unit) for family in model.packed.families):
+            unit.forward = _compile_for_all_lengths(unit.forward)
+
+
+def apply_fsdp(model: nn.Module, units: Sequence[nn.Module], ranks: Ranks, memory: Memory, *, is_whole: bool) -> None:
+    """Give every rank rank 0's values, buffers included, on its device, and shard units and root.
+
+    Frozen weights beside others that learn are not sharded where a shard would be the whole: FSDP2 would hold a second
+    copy of them. Args: is_whole, whether every rank has all of the model on its device.
+    """
     size = memory.fsdp_size or ranks.size
     mesh = init_device_mesh(ranks.device.type, (ranks.size // size, size), mesh_dim_names=("copy", "shard"))
     mesh = mesh["shard"] if size == ranks.size else mesh
     for group in mesh.get_all_groups():
         wait_without_end(group)
-    units = outermost(model, model._no_split_modules or ())
-    tower = set(found[1].modules()) if (found := tower_of(model)) else set()
-    is_whole = size == 1 and not memory.param_offload
+    learning = [x.dtype for x in model.parameters() if x.requires_grad]
+    master = torch.promote_types(learning[0], torch.float32) if learning else next(model.parameters()).dtype
+    compute = ranks.dtype if master == torch.float32 else master
     plain = {x for x in model.parameters() if not x.requires_grad} if is_whole and learning else set()
-    home = CPUOffloadPolicy(pin_memory=False) if memory.param_offload else OffloadPolicy()
-    fsdp = dict(mesh=mesh, offload_policy=home, ignored_params=plain)
-    for unit in units:
-        if (what := memory.activation_checkpointing) != "none":
-            contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
-            contexts.cache_hash = str(PRODUCTS + ATTENTION)  # or torch would trace layers again at every start
-            options = dict(context_fn=contexts) if what == "selective" else {}
-            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, **options)
-        if memory.compile and unit not in tower:  # images have other dimensions that vary
-            unit.forward = _compile_for_all_lengths(unit.forward)
     placed: set[Tensor] = set()  # of `plain`, which the root has too
     for module in [*units, model]:
         for tensor in itertools.chain(module.parameters(), module.buffers()):
             if not isinstance(tensor, DTensor) and tensor not in placed:
-                here = tensor.data if ranks.is_main else torch.empty_like(tensor.data, device=ranks.device)
-                tensor.data = here.to(ranks.device)
-                if tensor.requires_grad:
-                    tensor.data = tensor.data.to(torch.promote_types(tensor.dtype, torch.float32))
-                if ranks.size > 1:
-                    dist.broadcast(tensor.data, src=0, group=ranks.group)
+                _place(tensor, ranks)
                 placed |= plain & {tensor}
         # Layers get what the model itself gives them, such as angles in float32, which FSDP2 would round. Only the root
         # casts its inputs: the pixels of images. (See also `logprobs.run_packed`.)
-        own = replace(precision, cast_forward_inputs=module is model)
-        # A shard of one is the whole: freed after the forward pass, the bf16 weights would only be made again.
-        fully_shard(module, mp_policy=own, reshard_after_forward=False if is_whole else None, **fsdp)
-    for x in model.parameters() if memory.param_offload else ():  # FSDP2 would pin twice as much as a weight takes
-        x._local_tensor = _pinned(x._local_tensor, ranks.device).copy_(x._local_tensor)
+        casts = module is model
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=casts),
+            offload_policy=memory.home.policy if memory.home else OffloadPolicy(),
+            # A shard of one is the whole: freed after the forward pass, the bf16 weights would only be made again.
+            reshard_after_forward=False if is_whole else None,
+            ignored_params=plain,
+        )
+
+
+def _place(tensor: Tensor, ranks: Ranks) -> None:
+    """Give a parameter or buffer rank 0's values on every device, in float32 at least if it learns."""
+    here = tensor.data if ranks.is_main else torch.empty_like(tensor.data, device=ranks.device)
+    tensor.data = here.to(ranks.device)
+    if tensor.requires_grad:
+        tensor.data = tensor.data.to(torch.promote_types(tensor.dtype, torch.float32))
+    if ranks.size > 1:
+        dist.broadcast(tensor.data, src=0, group=ranks.group)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Let FSDP2 add gradients up over ranks instead of taking their mean, so that a loss divided by a global
+    denominator needs no `* world_size`.
+    """
     for module in model.modules():
-        if isinstance(module, FSDPModule) and ranks.size > 1:  # alone, FSDP2 would spend a pass on dividing by 1
+        if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    model.eval()  # no dropout or noise of any kind: log-probs are a function of weights and tokens
-    keep_logits = memory.compile and memory.activation_checkpointing == "none"  # uncompiled, they would be in float32
-    options = dict(compile=memory.compile, keep_logits=keep_logits, is_whole=is_whole)
-    return add_packed_forward(model, device=ranks.device, on_host=memory.param_offload, **options)
 
 
 def outermost(model: nn.Module, class_names: Iterable[str]) -> list[nn.Module]:
@@ -165,25 +203,8 @@ def _compile_for_all_lengths(forward: Callable) -> Callable:
 
 
 def _keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
-    kept = str(op).startswith(PRODUCTS + ATTENTION)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def offload(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Move a sharded model, and its optimizer's state, to the host, when no graph waits for its backward pass."""
-    onload(model, torch.device("cpu"), optimizer)
-    torch.cuda.empty_cache()
-
-
-def onload(model: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Undo `offload`, bit by bit. Neither does anything to a model that `shard` has left on the host."""
-    if model.packed.on_host:
-        return
-    model.to(device)
-    for state in optimizer.state.values() if optimizer else ():
-        for kind, x in state.items():
-            if kind != "step":  # a number; AdamW wants it on the device if fused, on the host if not
-                state[kind] = x.to(device)
+    is_kept = str(op).startswith(tuple(KEPT_OPERATIONS))
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def own_part(x: Tensor) -> Tensor:
@@ -203,53 +224,6 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     own = dict(source.named_parameters())
     for name, y in target.named_parameters():
         own_part(y).copy_(own_part(own[name]))
-
-
-def keep_moments_on_host(optimizer: torch.optim.AdamW, device: torch.device) -> None:
-    """From now on the moments of an optimizer are in host memory, pinned if `device` is a GPU. That changes no bit.
-
-    A step goes from parameter to parameter: its moments come to the device, AdamW steps it, and its moments go back.
-    """
-    own_step = optimizer.step
-    homes: dict[tuple[Tensor, str], Tensor] = {}  # by parameter and kind of moment
-
-    def move(x: Tensor, *, home: bool) -> None:
-        for kind, moment in optimizer.state.get(x, {}).items():
-            if kind == "step":  # a number
-                continue
-            own = own_part(moment)
-            if (x, kind) not in homes:
-                homes[x, kind] = _pinned(own, device)
-            own = homes[x, kind].copy_(own) if home else own.to(device, copy=True)
-            optimizer.state[x][kind] = with_part(moment, own)
-
-    def step() -> None:
-        grads = {x: x.grad for group in optimizer.param_groups for x in group["params"] if x.grad is not None}
-        for x in grads:
-            x.grad = None
-        for x, grad in grads.items():
-            move(x, home=False)
-            x.grad = grad
-            own_step()
-            x.grad = None
-            move(x, home=True)
-        for x, grad in grads.items():
-            x.grad = grad
-
-    for x in optimizer.state:
-        move(x, home=True)
-    optimizer.step = step
-
-
-def _pinned(like: Tensor, device: torch.device) -> Tensor:
-    """Host memory for a tensor, pinned if `device` is a GPU: torch's own pinned memory comes in powers of two."""
-    pages = np.frombuffer(mmap.mmap(-1, max(1, like.nbytes), mmap.MAP_PRIVATE), np.uint8)
-    if device.type == "cuda":
-        cudart, address = torch.cuda.cudart(), pages.ctypes.data
-        torch.cuda.check_error(cudart.cudaHostRegister(address, pages.nbytes, 0))
-        # Before it is freed: memory that is still registered can neither be used by others nor registered again.
-        weakref.finalize(pages, cudart.cudaHostUnregister, address).atexit = False
-    return torch.from_numpy(pages)[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

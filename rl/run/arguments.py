@@ -15,6 +15,7 @@ from extras.agents import EnvironmentFlags
 from extras.correction import Correction
 from extras.judges import RewardModelFlags
 from extras.lora import LoRA
+from extras.offload import OffloadFlags
 from rl.data.flags import Data
 from rl.flags import AtLeast1, Auto, Free, Share, flat
 from rl.model.checks import LENGTHS
@@ -31,7 +32,7 @@ from rl.scoring.flags import BY_DATA_SOURCE, Scoring
 
 
 @dataclass(frozen=True)
-class MemoryRL(Memory):
+class MemoryRL(OffloadFlags, Memory):
     """memory and speed: the numbers stay the same, up to rounding"""
 
     # tokens of a micro-batch, where a prompt that responses share counts once

@@ -235,7 +235,7 @@ class Saver:
 def load(path: pathlib.Path, trained: Trained, *, moments_on_host: bool = False) -> int:
     """Load a checkpoint into what is trained, at any world size; returns its step. All ranks must enter.
 
-    moments_on_host: leave AdamW's moments on the host. `sharding.keep_moments_on_host` is to take them from there.
+    moments_on_host: leave AdamW's moments on the host, from where `extras.offload.keep_moments_on_host` takes them.
     Raises ValueError if it holds anything but the tensors of these modules and optimizers, or as `Family.check_saved`.
     """
     then = trainer_state(path)

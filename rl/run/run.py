@@ -13,6 +13,7 @@ from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from extras.offload import keep_moments_on_host, offload, onload
 from extras.plan import budget_of, compiling_pays, hardware, rehearse
 from rl import stop
 from rl.console import let_go_of_output, progress_line, say, show_sample, started
@@ -20,7 +21,7 @@ from rl.data.batching import Update
 from rl.data.template import stop_token_ids
 from rl.data.types import Batch, Evaluation, Response, Sample, Score
 from rl.flags import settled
-from rl.model.sharding import copy_weights, keep_moments_on_host, offload, onload
+from rl.model.sharding import copy_weights
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run import checkpoint, loop_state, resume, samples, watchdog
 from rl.run.alarms import Alarms

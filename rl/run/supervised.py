@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from extras.lora import LoRA
+from extras.offload import OffloadFlags
 from rl.flags import AtLeast1, Auto, Free
 from rl.model.sharding import Memory
 from rl.run.command_line import parse as parse  # scripts have it from here
@@ -13,7 +14,7 @@ from rl.run.training import check as check  # likewise
 
 
 @dataclass(frozen=True)
-class MemorySupervised(Memory):
+class MemorySupervised(OffloadFlags, Memory):
     """memory and speed: the numbers stay the same, up to rounding"""
 
     max_token_len_per_gpu: Free[Auto[AtLeast1]] = "auto"  # tokens in one micro-batch

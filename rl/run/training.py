@@ -1,7 +1,7 @@
 """What the Args of all scripts that train have in common, and their check before anything is loaded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -9,15 +9,12 @@ from transformers import PreTrainedTokenizerBase
 from extras.families import check_routed
 from extras.judges import model_to_score
 from extras.plan import Hardware, Planned, Settled, budget_of, hardware, settle
-from rl.flags import check_limits, flat, settled, spelled
+from rl.flags import check_limits, flat, spelled
 from rl.model.checks import check_model
 from rl.model.roles import CAUSAL_LM
-from rl.model.sharding import UNPLANNED
 from rl.run.alarms import parse_alarm
 from rl.run.resume import first_day
 from rl.run.run_folder import folder_of
-
-USUAL_TOKENS = 16384  # of a micro-batch
 
 
 @dataclass(frozen=True)
@@ -75,11 +72,5 @@ def check(args: TrainingArgs, *, scores: bool = False) -> PreTrainedTokenizerBas
 def settled_memory(
     args: TrainingArgs, of_ranks: Sequence[Hardware | None], then: dict[str, Any] | None = None
 ) -> Settled:
-    """The memory flags with what `auto` stands for: on GPUs, what is the cheapest and fits them. With --param-offload,
-    --optimizer-offload says nothing. For the arguments and for what raises see `extras.plan.settle`.
-    """
-    least, (flag, _) = max(args.units.values()), budget_of(args.memory)
-    if None not in of_ranks:
-        return settle(args, least, of_ranks, then)
-    memory = settled(args.memory, **UNPLANNED | {flag: max(USUAL_TOKENS, least)})
-    return Settled(replace(memory, optimizer_offload=memory.optimizer_offload and not memory.param_offload), [], {}, "")
+    """The memory flags with what `auto` stands for. For the arguments and for what raises see `extras.plan.settle`."""
+    return settle(args, max(args.units.values()), of_ranks, then)

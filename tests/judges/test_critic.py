@@ -22,6 +22,7 @@ from workers.objectives import largest_error, make_batch, plain_model
 
 from extras.judges import critic
 from extras.lora import LoRA
+from extras.offload import host
 from rl.data.types import take_rows
 from rl.model import sharding
 from rl.model.load import load_pretrained
@@ -314,7 +315,7 @@ def test_onload_moves_weights_and_moments_but_not_the_step(judge, world, batch, 
     optimizer.zero_grad(set_to_none=True)
     before = list(model.parameters())
     home = {x["step"].device for x in optimizer.state.values()}
-    sharding.onload(model, torch.device("meta"), optimizer)
+    host.onload(model, torch.device("meta"), optimizer)
     assert [id(p) for p in model.parameters()] == [id(p) for p in before]
     assert optimizer.param_groups[0]["params"] == before and list(optimizer.state) == before
     for p, state in optimizer.state.items():
@@ -339,10 +340,10 @@ def test_offloading_frees_the_device_and_changes_no_bit(judge, world, batch):
 
     step()
     expected, held = [x.cpu() for x in tensors()], torch.cuda.memory_allocated()
-    sharding.offload(model, optimizer)
+    host.offload(model, optimizer)
     assert held - torch.cuda.memory_allocated() >= sum(x.nbytes for x in expected)
     assert {x.device.type for x in tensors()} == {"cpu"}
-    sharding.onload(model, world.device, optimizer)
+    host.onload(model, world.device, optimizer)
     assert {x.device.type for x in tensors()} == {"cuda"}
     assert all(torch.equal(x.cpu(), y) for x, y in zip(tensors(), expected, strict=True))
     step()

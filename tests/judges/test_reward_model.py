@@ -29,6 +29,7 @@ from data import arithmetic
 from extras.demonstrations.encode import encode_conversation
 from extras.demonstrations.rows import read_comparisons
 from extras.judges import RewardModelFlags, model_to_score, open_judges, reward_model, scalar_models
+from extras.offload import host
 from rl.data.batching import collate
 from rl.data.order import prompts_for_step
 from rl.data.types import Sample, Score, take_rows
@@ -268,10 +269,10 @@ def test_offloading_frees_the_device(judge, world):
     with torch.no_grad():
         expected = scalar_models.sequence_scores(model, batch)
         held = torch.cuda.memory_allocated()
-        sharding.offload(model)
+        host.offload(model)
         assert {p.device.type for p in model.parameters()} == {"cpu"}
         assert torch.cuda.memory_allocated() - before < 0.1 * (held - before)
-        sharding.onload(model, world.device)
+        host.onload(model, world.device)
         assert {p.device.type for p in model.parameters()} == {"cuda"}
         assert torch.equal(scalar_models.sequence_scores(model, batch), expected)
 

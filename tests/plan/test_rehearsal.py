@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import Qwen2Config
 
+from extras.offload import NO_OFFLOAD
 from extras.plan import rehearsal
 from extras.plan.rehearsal import largest_micro_batch
 from rl.data.batching import plan_micro_batches, shared_prefix
@@ -92,7 +93,7 @@ def plan(monkeypatch, world):
         logprobs = arguments.pop("logprobs", lambda model, batch: (model.weight.sum(), model.weight.sum()))
         monkeypatch.setattr(rehearsal, "token_logprobs", logprobs)
         ranks = replace(world, device=torch.device("cuda"))
-        group = MemoryRL(ppo_max_token_len_per_gpu=8, **UNPLANNED | flags)
+        group = MemoryRL(ppo_max_token_len_per_gpu=8, **UNPLANNED | NO_OFFLOAD | flags)
         sizes = dict(max_length=8, engine_memory=engine * UNIT)
         taken, found = rehearsal.rehearse(trained, [group], **sizes, ranks=ranks, **arguments)
         assert all(x.grad is None for x in trained["actor"][0].parameters())  # nothing is left of the rehearsal
@@ -221,7 +222,7 @@ class Planned:
 
     def rehearse(self, *ways, max_length=10):
         trained = {"actor": (self.model, self.optimizer)}
-        groups = [MemoryRL(ppo_max_token_len_per_gpu=n, **UNPLANNED | flags) for n, flags in ways]
+        groups = [MemoryRL(ppo_max_token_len_per_gpu=n, **UNPLANNED | NO_OFFLOAD | flags) for n, flags in ways]
         found, text = rehearsal.rehearse(
             trained, groups, max_length=max_length, engine_memory=self.engine, ranks=self.ranks
         )

@@ -19,10 +19,10 @@ import train_distill
 from data import arithmetic
 from extras.distillation import teacher
 from extras.engines import hf
+from extras.offload import host
 from extras.servers import client
 from rl.flags import build
 from rl.model import load as models
-from rl.model import sharding
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -193,7 +193,7 @@ def test_a_student_that_is_its_teacher_learns_nothing(distill, task):
 def test_an_offloaded_teacher_is_on_the_host_but_while_it_is_asked(distill, monkeypatch):
     moves = []
     for name in ("offload", "onload"):
-        moved = lambda model, *where, name=name: moves.append(name) or getattr(sharding, name)(model, *where)  # noqa: E731
+        moved = lambda model, *where, name=name: moves.append(name) or getattr(host, name)(model, *where)  # noqa: E731
         monkeypatch.setattr(teacher, name, moved)
     distill(teacher_offload=True)
     assert moves == ["offload"] + ["onload", "offload"] * 2

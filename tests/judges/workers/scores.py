@@ -16,10 +16,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import train_reward
 from extras.judges import RewardModelFlags, reward_model, scalar_models
+from extras.offload import offload, onload
 from rl.data.batching import plan_micro_batches
 from rl.data.types import Batch, take_rows
 from rl.model.load import load_pretrained
-from rl.model.sharding import BARE, offload, onload, shard
+from rl.model.sharding import BARE, shard
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 
 PROMPTS = ["1+2=?", [{"role": "user", "content": "4+5=?"}], [{"role": "user", "content": "say so!"}]]

@@ -18,6 +18,7 @@ from transformers import AutoModelForSequenceClassification
 
 from extras.judges import critic
 from extras.lora import LoRA
+from extras.offload import host
 from rl.data.batching import plan_micro_batches
 from rl.data.types import Batch, take_rows
 from rl.model import load as models
@@ -86,10 +87,10 @@ def train(model: nn.Module, batch: Batch, ranks: Ranks, *, offloaded: bool) -> t
     places = []
     for _ in range(3):
         if offloaded:
-            sharding.offload(model, optimizer)
+            host.offload(model, optimizer)
             places.append({x.device.type for x in model.parameters()})
             places.append({x.device.type for s in optimizer.state.values() for n, x in s.items() if n != "step"})
-            sharding.onload(model, ranks.device, optimizer)
+            host.onload(model, ranks.device, optimizer)
         backward(model, batch, ALL, max_tokens=40, ranks=ranks)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -19,7 +19,7 @@ from extras.families.ways import use_way
 from rl.data.batching import collate
 from rl.data.types import Batch, Sample, Sampling
 from rl.model.family import family
-from rl.model.logprobs import token_logprobs
+from rl.model.logprobs import add_packed_forward, token_logprobs
 from rl.model.sharding import Memory, _compile_for_all_lengths, shard
 from rl.ranks import init_ranks, shutdown_ranks
 
@@ -78,7 +78,8 @@ def main() -> None:
             space[recurrent.DELTA_RULE] = own
         found, counts = [], []
         for compiled in (False, True):
-            one = shard(copy.deepcopy(model), ranks, Memory(activation_checkpointing="none", compile=compiled))
+            memory = Memory(activation_checkpointing="none", compile=compiled)
+            one = shard(add_packed_forward(copy.deepcopy(model)), ranks, memory)
             assert recurrent.know_borders(family(one, "recurrent").mixers, ranks.device)  # no kernels
             use_way(one, "packed but in recurrent layers")
             graphs.clear()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import sft
 import train_ppo
+from extras.offload import host
 from rl.flags import build
 from rl.model import load as models
 from rl.model import sharding
@@ -35,7 +36,7 @@ def test_ppo_learns_the_same_bits_wherever_its_state_is(task, tmp_path, monkeypa
 
     def offload(model, *rest):
         moved.append(type(model).__name__)
-        return sharding.offload(model, *rest)
+        return host.offload(model, *rest)
 
     monkeypatch.setattr(run, "offload", offload)
     settings = dict(
@@ -74,7 +75,7 @@ def test_moments_have_one_place_on_the_host_and_are_whole_for_every_reader(task)
     policy = sharding.shard(models.load_pretrained(task.model, ranks), ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     seen = []
-    sharding.keep_moments_on_host(optimizer, ranks.device)
+    host.keep_moments_on_host(optimizer, ranks.device)
     for _ in range(3):
         for x in policy.parameters():
             x.grad = torch.ones_like(x)
@@ -108,7 +109,7 @@ def test_steps_of_one_parameter_after_the_other_change_no_bit(task, is_sharded):
                 x.data.copy_(y)
             optimizer.load_state_dict(state)
         if on_host:
-            sharding.keep_moments_on_host(optimizer, ranks.device)
+            host.keep_moments_on_host(optimizer, ranks.device)
         for step in steps:
             for i, x in enumerate(every):
                 waits = not x.requires_grad or (i == 2 and step < 2) or (i == 4 and step == 1)
@@ -144,7 +145,7 @@ def test_a_step_has_the_moments_of_one_parameter_on_the_device_at_a_time(task):
         own_step()
 
     optimizer.step = watched_step
-    sharding.keep_moments_on_host(optimizer, ranks.device)
+    host.keep_moments_on_host(optimizer, ranks.device)
     for _ in range(2):
         for x in every:
             x.grad = torch.ones_like(x)
@@ -158,8 +159,8 @@ def test_a_step_has_the_moments_of_one_parameter_on_the_device_at_a_time(task):
 
 def test_pinned_memory_has_pages_of_its_own():
     empty = torch.zeros(0)  # as a rank has of a parameter with fewer rows than there are ranks
-    assert sharding._pinned(empty, torch.device("cpu")).shape == (0,)
-    half = sharding._pinned(torch.zeros(3, 2).bfloat16(), torch.device("cpu"))
+    assert host._pinned(empty, torch.device("cpu")).shape == (0,)
+    half = host._pinned(torch.zeros(3, 2).bfloat16(), torch.device("cpu"))
     assert half.data_ptr() % mmap.PAGESIZE == 0 and half.shape == (3, 2) and half.dtype == torch.bfloat16
 
 
@@ -172,7 +173,7 @@ def test_registered_memory_is_free_again_with_the_last_tensor_in_it(monkeypatch)
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
     monkeypatch.setattr(torch.cuda, "check_error", lambda error: None)
-    first, second = (sharding._pinned(torch.zeros(shape), torch.device("cuda")) for shape in [(3,), (50, 100)])
+    first, second = (host._pinned(torch.zeros(shape), torch.device("cuda")) for shape in [(3,), (50, 100)])
     assert registered == {x.data_ptr(): x.nbytes for x in (first, second)}
     assert all(address % mmap.PAGESIZE == 0 for address in registered)
     view = second.fill_(7)[1:]
