@@ -116,7 +116,7 @@ def main(args: Args) -> dict[str, float]:
     ranks = run.ranks
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
-    prm = load_model(prm_path, ranks, args.lora, run.memory, longest=longest, seed=args.seed, flag=prm_flag)
+    prm = load_model(prm_path, ranks, args.lora, run.memory, longest=longest, seed=args.seed, flag="the PRM")
     reference = load_reference(prm_path, ranks, prm, run.memory, longest=longest)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     prm_optimizer = torch.optim.AdamW(prm.parameters(), lr=args.prm_lr, weight_decay=args.weight_decay, fused=True)

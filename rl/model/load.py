@@ -44,7 +44,7 @@ def load_model(
     What learns is in float32, and frozen weights have the compute precision. All ranks must enter.
 
     Args: learning, what of the model learns, None for nothing; kind, what it is read as; longest, tokens of the longest
-    sequence; seed, of new weights; flag, that has named the model. Raises ValueError as `load_pretrained`,
+    sequence; seed, of new weights; flag, that has named the model, or its role. Raises ValueError as `load_pretrained`,
     `Learning.check_model` or `tested`.
     """
     keeps_weights = learning is None or learning.keeps_weights
@@ -80,7 +80,7 @@ def load_reference(
     for family in policy.packed.families:
         if (reference := family.reference()) is not None:
             return reference
-    return load_model(path, ranks, None, memory, longest=longest)
+    return load_model(path, ranks, None, memory, longest=longest, flag="the reference")
 
 
 def exported(model: PreTrainedModel, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

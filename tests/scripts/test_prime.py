@@ -267,7 +267,7 @@ def test_the_reward_model_is_on_the_host_while_the_engine_samples_and_no_infinit
 
     monkeypatch.setattr(train_prime, "clip_grad_norm", clip)
     monkeypatch.setattr(in_flight, "sample_groups", sample)
-    prime(prm_offload=True, total_training_steps=1)
+    prime(prm_offload=True, total_training_steps=1, test_freq=1)  # an evaluation at the end samples once more
     assert happened[:5] == ["offload", "sample", "onload", "clip", "clip"] and "offload" in happened[5:]
     h.assert_same(prime.weights(1, 1, "huggingface_prm"), h.original(task))
     assert h.distance(prime.weights(1, 1), h.original(task)) > 1e-4
