@@ -26,10 +26,10 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3259,
-    "wall": 1715,
-    "import train_grpo": 4257,
-    "import sft": 2439,
+    "core": 3233,
+    "wall": 1712,
+    "import train_grpo": 4227,
+    "import sft": 2409,
     "import eval": 1351,
     "eval.py": 107,
     "sft.py": 95,
