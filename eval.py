@@ -30,7 +30,7 @@ from rl.sampling.evaluation import elected, of_scoring
 from rl.sampling.flags import Decoding
 from rl.sampling.groups import sample_groups, sampling_settings
 from rl.scoring.flags import Scoring
-from rl.scoring.pool import make_scorer, need_truth
+from rl.scoring.pool import Scorer, need_truth
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ def main(args: Args) -> dict[str, float]:
     decoding = Decoding(args.temperature, args.top_p, args.top_k, args.min_p)
     sampling = sampling_settings(decoding, args.model, tokenizer, n=args.rollout_n, max_tokens=limit)
     partner = open_partner(args.envs, tokenizer, sampling.stop_token_ids)  # what answers the policy, if anything does
-    text_of, outcome_of = (partner.prompt_text, partner.outcome_of) if partner else (None, None)
+    text_of = partner.prompt_text if partner else None
     rows = read_prompts(args.val_files, needs_truth=need_truth(rewards), has_partner=bool(partner))[: args.max_samples]
     check_rows(args.envs, rows)
     rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length, text_of=text_of)
-    scorer = make_scorer(rewards, args.scoring, tokenizer, rows, max_response_length=limit, outcome_of=outcome_of)
+    scorer = Scorer(rewards, tokenizer, args.scoring, rows=rows, partner=partner, max_response_length=limit)
 
     # Sample and score this rank's prompts; then every rank gets all samples and scores, in the order of the rows.
     ranks = init_ranks()

@@ -29,6 +29,7 @@ from typing import Any, Literal
 import torch
 
 from extras.correction import Correction
+from extras.variants import components_of, require_components
 from rl.data.batching import make_batch
 from rl.data.order import ByIndex, prompts_for_step
 from rl.data.types import take_rows
@@ -45,7 +46,7 @@ from rl.sampling import waiting_groups
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
 from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import check_engine, gather_responses, lengths_of, parts_of, scores_of
+from rl.sampling.rollout import check_engine, gather_responses, lengths_of, scores_of
 from rl.scoring.pool import raise_if_failing
 
 
@@ -119,8 +120,7 @@ def main(args: Args) -> dict[str, float]:
     round_size = args.gen_batch_size or args.train_batch_size  # prompts
     if round_size > (n := len(train_rows)):
         raise ValueError(f"--gen-batch-size {round_size} is more than the {n} rows of the training data; lower it")
-    if args.filter_groups_metric != "score":
-        scorer.require_components([args.filter_groups_metric], flag="--filter-groups-metric")
+    require_components(scorer, [args.filter_groups_metric], flag="--filter-groups-metric")
     rows_by_index = ByIndex(train_rows)
     buffer = args.max_response_length // 5 if args.overlong_buffer_len is None else args.overlong_buffer_len
     scale = args.loss_scale_factor or args.max_response_length  # for --loss-agg-mode seq-mean-token-sum-norm
@@ -177,7 +177,7 @@ def main(args: Args) -> dict[str, float]:
             raise_if_failing(responses, args.rewards.reward_max_error_frac)
             fresh = [responses[i : i + args.rollout_n] for i in range(0, len(responses), args.rollout_n)]
             # A group carries a signal if the scores in it differ; a response without a score (NaN) does not count.
-            values_PG = parts_of(responses, [args.filter_groups_metric]).view(-1, args.rollout_n)
+            values_PG = components_of(responses, [args.filter_groups_metric]).view(-1, args.rollout_n)
             has_spread = [len(values[~values.isnan()].unique()) > 1 for values in values_PG]
             kept = [x for x, differs in zip(fresh, has_spread, strict=True) if differs or not args.filter_groups]
             groups, sampled = groups + kept, sampled + fresh

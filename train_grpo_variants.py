@@ -31,7 +31,7 @@ import torch
 
 from extras.agents import returns_by_turn
 from extras.kl_terms import KLTerms
-from extras.variants import RULES, TokenSelection, choose_tokens
+from extras.variants import RULES, TokenSelection, choose_tokens, components_of, require_components
 from rl.data.batching import make_batch
 from rl.data.order import derive_seed, prompts_for_step
 from rl.data.types import take_rows
@@ -47,7 +47,7 @@ from rl.run.task import load_task
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
 from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import check_engine, gather_responses, lengths_of, parts_of, scores_of
+from rl.sampling.rollout import check_engine, gather_responses, lengths_of, scores_of
 from rl.scoring.pool import raise_if_failing
 
 # --adv-estimator -> function: rewards (P, G), lengths (P, G), flags and parts of gdpo -> advantages (P, G)
@@ -156,7 +156,7 @@ def main(args: Args) -> dict[str, float]:
     # Flags, data and rewards are checked here, before a model is loaded.
     validate(args)
     tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args)
-    scorer.require_components(args.gdpo_reward_keys, flag="--gdpo-reward-keys")
+    require_components(scorer, args.gdpo_reward_keys, flag="--gdpo-reward-keys")
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
     num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # optimizer steps in a step
 
@@ -236,7 +236,7 @@ def main(args: Args) -> dict[str, float]:
             rewards_PG = scores_PG - kl_coef * kl_PG
             is_scored = rewards_PG.isfinite().flatten()
             kl_coef, kl_metrics = args.kl.next_coef(kl_coef, token_kl, batch, is_scored, ranks)  # for the next step
-        parts = parts_of(responses, args.gdpo_reward_keys).unflatten(1, scores_PG.shape)  # of gdpo: K keys, (K, P, G)
+        parts = components_of(responses, args.gdpo_reward_keys).unflatten(1, scores_PG.shape)  # of gdpo: (K, P, G)
         of_gdpo = dict(parts=parts, weights=args.gdpo_reward_weights)
         estimator = partial(ADVANTAGES[args.adv_estimator], **of_gdpo)
         advantages_PG = estimator(rewards_PG, lengths_PG)  # (P, G)

@@ -7,7 +7,6 @@ own conversation. See environments.py for the contract.
 
 import asyncio
 import contextlib
-import ctypes
 import dataclasses
 import enum
 import inspect
@@ -17,9 +16,7 @@ import os
 import pickle
 import signal
 import socket
-import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, MappingView, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -27,7 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl.scoring.worker import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, as_number, fork_worker, import_file
+from rl.scoring import guard
+from rl.scoring.guard import awaited, traceback_text
+from rl.scoring.worker import as_number
 
 MAX_ANSWER = 64 << 20  # bytes of one answer
 MAX_REPORT = 1 << 20  # characters of a report, and of what messages have besides their content: all of it is kept
@@ -80,7 +79,7 @@ class Tools:
                 raise ValueError("this call could not be read; write it as JSON with a name and arguments")
             if call.name not in self.functions:
                 raise ValueError(f"there is no tool {call.name!r}; there are {', '.join(self.functions)}")
-            result = _awaited(self.functions[call.name](**call.arguments))
+            result = awaited(self.functions[call.name](**call.arguments))
             return _cut(result if isinstance(result, str) else json.dumps(_plain(result)), self.most), False
         except (Exception, SystemExit) as error:  # argparse exits
             while isinstance(error, BaseExceptionGroup):  # of the client of a tool server, which says nothing itself
@@ -97,13 +96,6 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]} ... (cut: {len(text)} characters)"
 
 
-def _awaited(result: Any, run: Callable[[Any], Any] = asyncio.run) -> Any:
-    async def wait() -> Any:
-        return await result
-
-    return run(wait()) if inspect.isawaitable(result) else result
-
-
 def load_file(spec: str) -> tuple[Any, str]:
     """The module of `path/to/file.py[:name]`, and the name or "". Raises ValueError if there is no such file or name,
     and whatever importing the file raises.
@@ -111,7 +103,7 @@ def load_file(spec: str) -> tuple[Any, str]:
     path, _, name = spec.partition(":")
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path!r}; give path/to/file.py:name")
-    module = import_file(path)
+    module = guard.import_file(path)
     if name and not hasattr(module, name):
         raise ValueError(f"{path} has no {name!r}")
     return module, name
@@ -244,7 +236,7 @@ def schemas_of(tools: list[Any]) -> list[dict]:
 
             found = {"tools": [x if isinstance(x, dict) else get_json_schema(x) for x in tools]}
         except BaseException:
-            found = {"problem": traceback.format_exc(limit=-4)}
+            found = {"problem": traceback_text()}
         with open(writing, "w") as file:
             file.write(json.dumps(found))
         os._exit(0)
@@ -267,7 +259,7 @@ def converse(connection: socket.socket, make: Callable[[], Any]) -> None:
             try:
                 environment = environment or make()
                 found = getattr(environment, method)(*arguments) if hasattr(environment, method) else ()
-                found, reward = _awaited(found, runner.run), None
+                found, reward = awaited(found, runner.run), None
                 is_pair = isinstance(found, tuple) and len(found) == 2 and not isinstance(found[1], Mapping)
                 if is_pair and method == "step":
                     found, reward = found[0], as_number(found[1])
@@ -277,7 +269,7 @@ def converse(connection: socket.socket, make: Callable[[], Any]) -> None:
                 if not all(isinstance(x, str) for x in texts):
                     raise ValueError(f"{method} returned {found!r:.300}: a message has a role and a content, texts")
                 report = environment.report() if hasattr(environment, "report") else {}
-                messages, report = _plain(messages), _plain(dict(_awaited(report, runner.run)))
+                messages, report = _plain(messages), _plain(dict(awaited(report, runner.run)))
                 if reserved := [name for name in RESERVED if name in report]:
                     raise ValueError(f"the report has {reserved[0]!r}, a name that the run uses itself; rename it")
                 about = [{name: x for name, x in message.items() if name != "content"} for message in messages or ()]
@@ -288,12 +280,12 @@ def converse(connection: socket.socket, make: Callable[[], Any]) -> None:
                 if len(line) > MAX_ANSWER:
                     raise ValueError(f"{method} answered {len(line)} characters, over the limit of {MAX_ANSWER}")
             except BaseException:  # an environment may raise anything, SystemExit included; the conversation ends
-                line = json.dumps({"problem": traceback.format_exc(limit=-4)[-4000:]})
+                line = json.dumps({"problem": traceback_text()})
             print(line, file=answers, flush=True)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(CLOSE_SECONDS)  # which ends this process
     with contextlib.suppress(BaseException):
-        _awaited(environment.close(), runner.run)
+        awaited(environment.close(), runner.run)
     os._exit(0)
 
 
@@ -325,23 +317,20 @@ def _plain(value: Any) -> Any:
 
 
 def main() -> None:
-    """argv: the descriptor of a socket. The first message names the user's files; the others start or end processes."""
-    fork_worker()
-    libc, control = ctypes.CDLL(None), socket.socket(fileno=int(sys.argv[1]))
-    control.set_inheritable(False)
-    sys.stdout.reconfigure(line_buffering=True)  # processes of environments may be killed at any moment
+    """The first message names the user's files; the others start or end processes."""
+    control = guard.begin_worker()
     try:
         make, tools, has_reset = load(*pickle.loads(control.recv(1 << 20)))
         hello = {"tools": schemas_of(tools), "has_reset": has_reset}
     except BaseException:
-        hello = {"problem": traceback.format_exc(limit=-4)[-20_000:]}
+        hello = {"problem": traceback_text()}
     line = json.dumps(hello).encode() + b"\n"
     for start in range(0, len(line), 1 << 16):  # the socket takes no long messages
         control.send(line[start : start + (1 << 16)])
     if "problem" in hello:
         os._exit(1)
-    kept, processes = _children(), {}  # started by the user's file; of conversations, by their number
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    kept, processes = guard.children_of_this(), {}  # started by the user's file; of conversations, by their number
+    guard.adopt_orphans()
     signal.signal(signal.SIGCHLD, lambda *_: _reap(processes, kept))
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1 << 10, 1)
@@ -354,8 +343,8 @@ def main() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         with contextlib.suppress(OSError):  # raised where no process can be started: this conversation ends
             if (pid := os.fork()) == 0:
-                libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what it starts becomes ours when it has ended, not before
+                guard.die_with_parent()
+                guard.adopt_orphans()  # what it starts becomes ours when it has ended, not before
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
                 os.setsid()
@@ -370,10 +359,6 @@ def main() -> None:
     os._exit(0)  # the guard kills the rest
 
 
-def _children() -> set[int]:
-    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
-
-
 def _reap(processes: dict[int, int], kept: set[int]) -> None:
     """Forget processes that have ended, and kill what they have left behind: it is a child of this one then."""
     with contextlib.suppress(ChildProcessError):
@@ -381,7 +366,7 @@ def _reap(processes: dict[int, int], kept: set[int]) -> None:
             for number, pid in list(processes.items()):  # another signal may come meanwhile
                 if pid == ended:
                     processes.pop(number, None)
-    for pid in _children() - kept - set(processes.values()):
+    for pid in guard.children_of_this() - kept - set(processes.values()):
         _kill(pid)
 
 

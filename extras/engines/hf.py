@@ -21,14 +21,13 @@ from rl.model.load import buffers_in_files, name_weights, published
 from rl.model.logprobs import truncated
 from rl.model.roles import CAUSAL_LM
 from rl.ranks import Ranks
-from rl.sampling.engines.base import Engine as Base
-from rl.sampling.engines.base import OpenRequest
+from rl.sampling.engines import base
 from rl.sampling.engines.flags import Rollout
 
 DEFAULT = Rollout()
 
 
-class Engine(Base):
+class Engine(base.Engine):
     """See `base.Engine`. A second copy of the model on this rank's device, which never sleeps.
 
     Raises ValueError if the model's files lack weights.
@@ -48,7 +47,7 @@ class Engine(Base):
         eos = self.model.generation_config.eos_token_id
         eos = self.model.config.get_text_config().eos_token_id if eos is None else eos
         self.eos_token_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
-        self.batch: list[OpenRequest | None] = []  # None: this one has ended
+        self.batch: list[base.OpenRequest | None] = []  # None: this one has ended
         # (b, t) of the batch, prompts padded on the left; positions may be (3, b, t)
         self.ids = self.attention_mask = self.positions = self.cache = None
         self.generators: dict[int, random.Random] = {}  # of those with a seed of their own
@@ -120,7 +119,7 @@ class Engine(Base):
         ends = [{*self.eos_token_ids, *request.sampling.stop_token_ids} for request in begin]
         self.generators = {i: random.Random(x.seed) for i, x in enumerate(begin) if x.seed is not None}
         version = self.policy_version
-        self.batch = [OpenRequest(x, self.rank, [(version, 0)], end) for x, end in zip(begin, ends, strict=True)]
+        self.batch = [base.OpenRequest(x, self.rank, [(version, 0)], end) for x, end in zip(begin, ends, strict=True)]
         width = max(len(request.prompt_ids) for request in begin)
         padding = [[0] * (width - len(request.prompt_ids)) for request in begin]
         ids = [[*pad, *request.prompt_ids] for pad, request in zip(padding, begin, strict=True)]
@@ -147,7 +146,7 @@ class Engine(Base):
             tokens = torch.where(greedy, tokens, drawn)
         return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 
-    def _reason_to_end(self, x: OpenRequest) -> str:
+    def _reason_to_end(self, x: base.OpenRequest) -> str:
         if x.token_ids[-1] in x.ends:
             return "stop"
         return "length" if len(x.token_ids) == x.request.sampling.max_tokens else ""
@@ -156,7 +155,7 @@ class Engine(Base):
         """See `base.Engine`."""
         wanted = set(self.keys if keys is None else keys)
         gone = [x for x in self.batch if x is not None and x.request.key in wanted]
-        gone += [OpenRequest(request, self.rank, []) for request in self.new if request.key in wanted]
+        gone += [base.OpenRequest(request, self.rank, []) for request in self.new if request.key in wanted]
         self.batch = [None if x is None or x.request.key in wanted else x for x in self.batch]
         self.new = [request for request in self.new if request.key not in wanted]
         return [self._complete(x, "abort") for x in gone]

@@ -116,9 +116,11 @@ def check_routed(path: str, flag: str) -> None:
     _room("experts").check_routed(path, flag)
 
 
-def why_no_experts(on_cpu: bool) -> str:
-    """Why vLLM does not tell here which experts it has chosen, or "" if it does."""
-    return importlib.import_module("extras.families.experts").why_no_experts(on_cpu)
+def routing_in_vllm(path: str, ranks: Any) -> Any:
+    """numpy's type of the numbers of experts that vLLM returns for the model in `path`. None where vLLM does not tell
+    which experts it has chosen; the first rank says why.
+    """
+    return _room("experts").routing_in_vllm(path, ranks)
 
 
 def unknown_expert(num_experts: int) -> Any:

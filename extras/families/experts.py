@@ -32,6 +32,7 @@ from transformers import AutoConfig
 
 from extras.families import auto_class, shape_of
 from extras.families.forwards import replace_forward
+from rl.console import say
 from rl.data.types import Batch
 from rl.model.family import Family, Pass
 from rl.ranks import Ranks
@@ -265,8 +266,17 @@ def describe(seen: dict[int, list[Choice]], ranks: Ranks) -> dict[str, float]:
     return found | ({"router/changed_frac": sums[3] / sums[2]} if sums[2] else {})
 
 
+def routing_in_vllm(path: str, ranks: Ranks) -> np.dtype | None:
+    """See `extras.families.routing_in_vllm`."""
+    if problem := why_no_experts(on_cpu=ranks.device.type == "cpu"):
+        if ranks.is_main:
+            say(f"--router-replay is off: {problem}")
+        return None
+    return unknown(shape_of(path)[2]).dtype
+
+
 def why_no_experts(on_cpu: bool) -> str:
-    """See `extras.families.why_no_experts`."""
+    """Why vLLM does not tell here which experts it has chosen, or "" if it does."""
     if on_cpu:
         return "vLLM's kernels on a CPU choose experts and do not tell which"
     from vllm import __version__, config

@@ -1,9 +1,12 @@
-"""Choices of tokens in train_grpo_variants.py: which to learn from, and which a loss treats differently.
+"""What some algorithms look at besides tokens and scores, in train_grpo_variants.py and train_dapo.py.
 
-The rules and their paper stand in token_selection.py.
+Token selection says which tokens to learn from, and which a loss treats differently: token_selection.py has the rules.
+The score of a response has parts with names, the components: those that a reward function returns beside the score, the
+scores of several functions, and those of judges.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,3 +43,31 @@ def choose_tokens(
     from extras.variants import token_selection
 
     return token_selection.choose(flags, loss_mode, batch, updates, entropies, seed=seed, ranks=ranks)
+
+
+def require_components(scorer: Any, names: Iterable[str], *, flag: str) -> None:
+    """Raise ValueError naming `flag` if scores have no components of these names, as far as the first rows show; the
+    name "score" stands for the score itself.
+    """
+    of_judges = {judge.component for judge in scorer.judges}
+    for source, of_functions in (scorer.components or {"": set()}).items():
+        components = of_functions | of_judges
+        if missing := sorted(set(names) - components - {"score"}):
+            scorer.close()
+            raise ValueError(
+                f"{flag} {' '.join(missing)}: scores of the first rows{source and f' of {source}'} have "
+                f"{', '.join(sorted(components)) or 'none'}; a reward function's dict has components, or give several "
+                "functions"
+            )
+
+
+def components_of(responses: Sequence[Any], names: Sequence[str]) -> Any:
+    """Components of the score of each response, or "score" itself: a tensor (K, B) float32 for K names, with NaN for a
+    response without a score or without that component.
+    """
+    import torch
+
+    scores = [r.score for r in responses]
+    scored = [{} if x.value is None else x.components | {"score": x.value} for x in scores]
+    values = [[components.get(name, math.nan) for components in scored] for name in names]
+    return torch.tensor(values).view(len(names), len(responses))

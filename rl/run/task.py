@@ -13,7 +13,7 @@ from rl.data.types import Sampling
 from rl.run.arguments import check
 from rl.sampling.groups import sampling_settings
 from rl.sampling.rollouts import Partner
-from rl.scoring.pool import Scorer, make_scorer, need_truth
+from rl.scoring.pool import Scorer, need_truth
 
 
 class Task(NamedTuple):
@@ -54,14 +54,14 @@ def load_task(args: Any, *, prompts_per_step: int | None = None, read_train: Rea
     num_prompts = prompts_per_step or args.train_batch_size
     flag = "--train-batch-size" if num_prompts == args.train_batch_size else "--gen-batch-size"
     total_steps = args.data.count_steps(len(train_rows), num_prompts, flag=flag)
-    judged = val_rows if read_train else train_rows + val_rows
-    scorer = make_scorer(
+    scored_rows = val_rows if read_train else train_rows + val_rows
+    scorer = Scorer(
         rewards.functions,
-        args.scoring,
         tokenizer,
-        judged,
+        args.scoring,
+        rows=scored_rows,
+        partner=partner,
+        judges=open_judges(rewards, scored_rows, tokenizer, are_alone=not rewards.functions),
         max_response_length=args.max_response_length,
-        outcome_of=partner.outcome_of if partner else None,
-        judges=open_judges(rewards, judged, tokenizer, are_alone=not rewards.functions),
     )
     return Task(tokenizer, train_rows, val_rows, scorer, sampling, partner, total_steps)

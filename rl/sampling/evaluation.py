@@ -58,16 +58,15 @@ def summarize(
 
     Args: shown, `row_index` of rows whose responses are shown. All ranks must enter.
     """
-    own_found, own_shown, n = [], [], len(own_samples) // max(len(own_rows), 1)
+    own_found, records, n = [], [], len(own_samples) // max(len(own_rows), 1)
     for i, row in enumerate(own_rows):
         samples, scores = own_samples[i * n : (i + 1) * n], own_scores[i * n : (i + 1) * n]
         own_found.append(of_prompt(row["data_source"], scores, [s.num_sampled for s in samples]))
         if row["row_index"] in shown:
             prompt = scorer.tokenizer.decode(row["prompt_ids"])
-            for sample, x in zip(samples, scores, strict=True):
-                about = dict(prompt=prompt, response=x.text, score=x.value, components=x.components)
-                own_shown.append(about | sample.record)
-    return Evaluation(mean_by_name(ranks.all_gather(own_found)), ranks.all_gather(own_shown))
+            for s, x in zip(samples, scores, strict=True):
+                records.append(dict(prompt=prompt, response=x.text, score=x.value, components=x.components) | s.record)
+    return Evaluation(mean_by_name(ranks.all_gather(own_found)), ranks.all_gather(records))
 
 
 def of_prompt(source: str, scores: Sequence[Score], lengths: Sequence[int]) -> dict[str, float]:

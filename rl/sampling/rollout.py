@@ -57,14 +57,6 @@ def lengths_of(responses: Sequence[Response], *, whole: bool = False) -> torch.T
     return torch.tensor([float(r.response_length if whole else r.num_sampled) for r in responses])
 
 
-def parts_of(responses: Sequence[Response], names: Sequence[str]) -> torch.Tensor:
-    """Components of the score of each response, or "score" itself, (K, B) float32: NaN without a score or component."""
-    scores = [r.score for r in responses]
-    scored = [{} if x.value is None else x.components | {"score": x.value} for x in scores]
-    found = [[parts.get(name, math.nan) for parts in scored] for name in names]
-    return torch.tensor(found).view(len(names), len(responses))
-
-
 def _beginnings(batch: Batch, max_tokens: int) -> Batch:
     """The beginnings of the rows of a batch (b, T), at most `max_tokens` in all, and as equal in length as can be.
 

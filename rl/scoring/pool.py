@@ -1,6 +1,6 @@
 """Turn responses into rewards: a pool of killable processes that call the user's `compute_score`.
 
-    scorer = Scorer(("rewards/gsm8k.py", "my_style.py:brevity:0.2"), tokenizer)
+    scorer = Scorer(("rewards/gsm8k.py", "my_style.py:brevity:0.2"), tokenizer, Scoring())
     samples, tickets = sample_groups(..., on_group=scorer.submit)   responses are scored while others are still sampled
     scores = scorer.collect(tickets)                                one for each sample
 
@@ -11,37 +11,29 @@ time. Past its deadline, or when it dies, a process is replaced, and its task ha
 the group statistics and the loss, and is counted. (A wrong answer has a score, usually 0.)
 """
 
-import math
 import os
 import pickle
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from rl import children, stop
+from rl import stop
 from rl.console import say
-from rl.data.rows import Row, named, no_ground_truth
+from rl.data.rows import Row, named
 from rl.data.types import Outcome, Response, Sample, Score
 from rl.ranks import Ranks
-from rl.scoring.flags import BY_DATA_SOURCE, Scoring
+from rl.scoring.flags import BY_DATA_SOURCE, Scoring, parse_functions
 from rl.scoring.process import Worker
+from rl.scoring.trial import FAILED, try_functions
 
 TASKS_PER_WORKER = 1000  # then a fresh process takes over, whatever the functions have leaked
-FAILED = ("error", "timeout")  # status of a response that could not be scored
 RECHECK_EVERY = 100  # one task in so many is scored twice, to find rewards that are not functions of their input
-# How responses give their answers, for the check of data without reference answers.
-ANSWER_FORMS = (r"\boxed{...}", "Answer: ...", "#### ...", "<answer>...</answer>")
-
-Scored = tuple[list[Score], str | None]  # of a task: its scores, and what went wrong
-
-DEFAULT = Scoring()
 
 
 class Judge(Protocol):
@@ -63,20 +55,37 @@ class Ticket(NamedTuple):
 
     row: Row
     samples: Sequence[Sample]
-    tasks: list["Future[Scored]"]  # each of one response, or of all if the functions take lists
+    tasks: list[Future]  # of what `Scorer._score` returns, for one response, or for all if the functions take lists
 
 
 class Scorer:
     """A pool of worker processes: `submit` the responses to one prompt after the other, then `collect` their scores.
 
-    Args: functions, each `path/to/file.py[:function[:weight]]`, as docs/rewards.md says; the score of a response is
-    their weighted sum, and 0 without functions. tokenizer, of the policy, to decode responses. extra_info joins every
-    row's, as response_length (tokens) does. Raises ValueError if a function cannot be loaded.
+    Args:
+        functions: each `path/to/file.py[:function[:weight]]`, as docs/rewards.md says; the score of a response is their
+            weighted sum, and 0 without functions.
+        tokenizer: of the policy, to decode responses.
+        rows: on which the functions are tried, see `trial.try_functions`; `report` says what they have scored.
+        partner: of the policy, see `rl.sampling.rollouts.Partner`, if there is one.
+        judges: which are not loaded yet.
+        extra_info: joins every row's, as response_length (tokens) does.
+
+    Raises ValueError if a function cannot be loaded, or cannot score the first row of every data source.
     """
 
     def __init__(
-        self, functions: Sequence[str], tokenizer: PreTrainedTokenizerBase, flags: Scoring = DEFAULT, **extra_info: Any
+        self,
+        functions: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        flags: Scoring,
+        *,
+        rows: Iterable[Row] = (),
+        partner: Any = None,
+        judges: Sequence[Judge] = (),
+        **extra_info: Any,
     ):
+        if flags.allow_unsafe_code_execution:
+            os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox, in the workers
         own_cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.workers = flags.reward_workers or min(max(own_cores, 1), 16)
         self.tokenizer, self.timeout_s, self.extra_info = tokenizer, flags.reward_timeout, extra_info
@@ -84,12 +93,9 @@ class Scorer:
         self.setup = pickle.dumps((self.functions, flags.reward_timeout, flags.reward_memory_mb))
         self.tasks: queue.SimpleQueue = queue.SimpleQueue()  # (future, arguments of `_score`), or None to stop
         self.total = 0  # tasks ever submitted
-        self.open: set[Future] = set()  # those that were not collected
+        self.open: set[Future] = set()  # tasks that were not collected
+        self.partner = partner
         self.judges: Sequence[Judge] = ()  # change what the functions gave; they have to be loaded before `collect`
-        self.report = ""  # what `check` said
-        # What a partner of the policy would say of a response that is this text; None without a partner.
-        self.outcome_of: Callable[[str], Outcome] | None = None
-        self.components: dict[str, set[str]] = {}  # data source -> names of parts of the scores that `check` saw
         hellos: list[Future] = [Future() for _ in range(self.workers)]
         for hello in hellos:  # a worker dies with the thread that started it, so each has its own
             threading.Thread(target=self._serve, args=(hello,), daemon=True).start()
@@ -97,6 +103,8 @@ class Scorer:
             self.close()
             raise ValueError(f"--custom-reward-function {' '.join(functions)} cannot be loaded: {problems[0]}")
         self.batched = hellos[0].result()["batched"]
+        self.report, self.components = try_functions(self, rows)  # of each data source, names of parts of its scores
+        self.judges = judges
 
     def submit(self, row: Row, samples: Sequence[Sample]) -> Ticket:
         """Hand in all responses to the prompt of `row`; scoring begins at once. Returns what `collect` wants."""
@@ -125,7 +133,7 @@ class Scorer:
             raise RuntimeError("the pool of reward processes failed") from errors[0]
         self.open -= set(wanted)
         finished = [] if waiting else [task.result() for task in wanted]
-        if problems := [problem for _, problem in finished if problem is not None]:
+        if problems := [problem for _, problem in finished if problem]:
             say(f"reward: {len(problems)} problem(s), the first: {problems[0]}", sys.stderr)
         scores = [score for part, _ in finished for score in part]
         scores = scores or [Score("", None, {}, "none", 0.0) for _ in samples]  # if the run was asked to stop
@@ -138,67 +146,6 @@ class Scorer:
         """Load each of the judges, as `Judge.load` says. All ranks must enter."""
         for judge in self.judges:
             judge.load(ranks, max_tokens, fsdp_size)
-
-    def require_components(self, names: Iterable[str], *, flag: str) -> None:
-        """Raise ValueError naming `flag` if scores have no components of these names, as far as `check` has seen."""
-        for source, found in (self.components or {"": set()}).items():
-            if missing := sorted(set(names) - found):
-                self.close()
-                raise ValueError(
-                    f"{flag} {' '.join(missing)}: scores of the first rows{source and f' of {source}'} have "
-                    f"{', '.join(sorted(found)) or 'none'}; a reward function's dict has components, or give several "
-                    "functions"
-                )
-
-    def check(self, rows: Iterable[Row]) -> str:
-        """Score an empty response and the reference answer of the first row of every data source, and of its first row
-        without a ground truth, and say the scores. Raises ValueError if they cannot be scored: wrong columns, a missing
-        package, a sandbox that cannot be built.
-        """
-        if not self.functions:
-            return "rewards: no function"
-        first: dict[tuple[str, str], Row] = {}  # by data source, with a ground truth and without
-        for row in rows:
-            which = "first row with an empty ground_truth" if no_ground_truth(row) else "first row"
-            first.setdefault((row["data_source"], which), row)
-        said: dict[str, str] = {}
-        for (source, which), row in first.items():
-            right, empty = self._try(row, [_reference(row), ""])
-            for score in (right, empty):
-                self.components.setdefault(source, set()).update(score.components)
-                if score.status in FAILED:
-                    raise ValueError(
-                        f"--custom-reward-function fails on the {which} of data source {source!r} with the response "
-                        f"{score.text[-100:]!r} ({score.status}; the traceback is above); mend the function or the data"
-                    )
-            said.setdefault(source, f"{source}: {self._say(row, right, empty)}")
-        return f"rewards: {'; '.join(said.values()) or 'nothing to score'}"
-
-    def _say(self, row: Row, right: Score, empty: Score) -> str:
-        """What a reference and an empty response scored. A bare truth that earns nothing is tried in ANSWER_FORMS."""
-        if no_ground_truth(row):
-            return f"without a ground truth, an empty response scores {_show(empty)}"
-        if isinstance(row["extra_info"].get("answer"), str):
-            what = "the reference answer scores"
-        elif _value(right) > _value(empty):
-            what = "the ground truth scores"
-        else:
-            what, truth = "the ground truth, in every form tried, scores", _reference(row)
-            for form in ANSWER_FORMS if len(truth) < 1000 else ():  # the tests of a program are no answer
-                [score] = self._try(row, [form.replace("...", truth)])
-                if _value(score) > _value(right):
-                    right = score
-                    what = f"the ground truth as {form} scores" if _value(score) > _value(empty) else what
-        return f"{what} {_show(right)}, an empty one {_show(empty)}"
-
-    def _try(self, row: Row, texts: Sequence[str]) -> list[Score]:
-        """The scores of responses to a row."""
-        samples = []
-        for text in texts:
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-            outcome = self.outcome_of(text) if self.outcome_of else None
-            samples.append(Sample([], ids, [1] * len(ids), [0.0] * len(ids), "stop", 0, outcome))
-        return self.collect([self.submit(row, samples)])
 
     def close(self) -> None:
         """End the workers."""
@@ -215,7 +162,7 @@ class Scorer:
         while (task := self.tasks.get()) is not None:
             future, *arguments = task
             try:
-                if worker.has_ended or worker.num_tasks == TASKS_PER_WORKER or worker.process.poll() is not None:
+                if worker.num_tasks == TASKS_PER_WORKER or worker.process.poll() is not None:
                     worker.kill()
                     worker = Worker(self.setup)
                 future.set_result(self._score(worker, *arguments))
@@ -223,61 +170,30 @@ class Scorer:
                 future.set_exception(error)
         worker.kill()
 
-    def _score(self, worker: Worker, row: Row, samples: Sequence[Sample], twice: bool) -> Scored:
-        """Let a worker score responses to a row."""
+    def _score(self, worker: Worker, row: Row, samples: Sequence[Sample], twice: bool) -> tuple[list[Score], str]:
+        """Let a worker score responses to a row. Returns the scores, and what went wrong, "" if nothing did."""
         texts = decode_responses(self.tokenizer, [s.response_ids.tolist() for s in samples])
-        texts = [s.outcome.text if s.outcome else text for s, text in zip(samples, texts, strict=True)]
-        scores = [Score(text, None, {}, "none", 0.0) for text in texts]
+        outcomes = [s.outcome or Outcome({}, 0.0, text, {}, {}) for s, text in zip(samples, texts, strict=True)]
+        scores = [Score(x.text, None, {}, "none", 0.0) for x in outcomes]
         asked = [i for i, s in enumerate(samples) if s.finish_reason != "error"]  # where no partner has failed
         if not asked:
-            return scores, None
+            return scores, ""
         source, truth = row["data_source"], row["reward_model"]["ground_truth"]
-        known = row["extra_info"] | self.extra_info
-        calls = [(source, texts[i], truth, known | _facts(samples[i])) for i in asked]
+        known, lengths = row["extra_info"] | self.extra_info, [{"response_length": s.num_sampled} for s in samples]
+        calls = [(source, outcomes[i].text, truth, known | lengths[i] | outcomes[i].extra_info) for i in asked]
         start = time.monotonic()
         reply = worker.score(calls, self.timeout_s, twice=twice)
         seconds = (time.monotonic() - start) / len(calls)
-        problem, results = reply.get("problem"), reply.get("scored", [(None, {})] * len(calls))
+        problem, results = reply.get("problem", ""), reply.get("scored", [(None, {})] * len(calls))
         if not reply.get("same", True):
             problem = "the same response scored twice gave two scores; the reward is not a function of its input"
         for i, (value, parts) in zip(asked, results, strict=True):
             status = reply.get("status", "none") if value is None else "ok"
-            by_partner = samples[i].outcome.reward if samples[i].outcome else 0.0
-            whole = None if value is None else value + by_partner
-            scores[i] = Score(texts[i], whole, parts, status, seconds)
-        if problem is not None:
-            problem = f"{named(row)}: {problem}\nresponse: {texts[0][-300:]!r}"
+            total = None if value is None else value + outcomes[i].reward
+            scores[i] = Score(outcomes[i].text, total, parts, status, seconds)
+        if problem:
+            problem = f"{named(row)}: {problem}\nresponse: {outcomes[0].text[-300:]!r}"
         return scores, problem
-
-
-def _facts(sample: Sample) -> dict[str, Any]:
-    """What extra_info says of a response: how many tokens the policy sampled, and what its partner says, if any."""
-    return {"response_length": sample.num_sampled} | (sample.outcome.extra_info if sample.outcome else {})
-
-
-def make_scorer(
-    functions: Sequence[str],
-    flags: Scoring,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Row],
-    *,
-    max_response_length: int,
-    outcome_of: Callable[[str], Outcome] | None = None,
-    judges: Sequence[Judge] = (),
-) -> Scorer:
-    """The scorer that the flags ask for, tried on `rows`; what it says of them is its `report`. Args: outcome_of,
-    what the policy's partner would say of a response that is this text, if there is a partner; judges, which are not
-    loaded yet. Raises ValueError if a function cannot score the first row of every data source.
-    """
-    if flags.allow_unsafe_code_execution:
-        os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox, in the workers
-    scorer = Scorer(functions, tokenizer, flags, max_response_length=max_response_length)
-    scorer.outcome_of = outcome_of
-    scorer.report = scorer.check(rows)
-    scorer.judges = judges
-    of_judges, of_functions = {judge.component for judge in judges}, scorer.components or {"": set()}  # "": all sources
-    scorer.components = {source: names | of_judges for source, names in of_functions.items()}
-    return scorer
 
 
 def need_truth(functions: Sequence[str]) -> bool:
@@ -302,45 +218,3 @@ def raise_if_failing(responses: Sequence[Response], limit: float) -> None:
             f"{failed} of {len(responses)} responses could not be scored, more than --reward-max-error-frac {limit}; "
             "the first failure is printed above with its row. Mend the reward function, or raise the limit"
         )
-
-
-def parse_functions(specs: Sequence[str]) -> list[tuple[str, float, str, str]]:
-    """`path/to/file.py[:function[:weight]]` -> (label, weight, file, function). The label is the file's stem, and the
-    function's name where two share a stem. Raises ValueError naming the spec.
-    """
-    parsed = []
-    for spec in specs:
-        path, name, weight = (spec.split(":", 2) + ["", ""])[:3]
-        file = Path(path) if Path(path).is_file() else children.REPOSITORY / path  # wherever the script was started
-        if not file.is_file():
-            raise ValueError(f"--custom-reward-function {spec!r}: no file {path!r}; give path/to/file.py:function")
-        try:
-            number = float(weight or 1)
-        except ValueError:
-            number = math.nan
-        if not math.isfinite(number):
-            raise ValueError(f"--custom-reward-function {spec!r}: the weight {weight!r} is no number, such as 0.5")
-        parsed.append((number, str(file.resolve()), name or "compute_score"))
-    stems = [Path(file).stem for _, file, _ in parsed]
-    labels = [s if stems.count(s) == 1 else f"{s}.{name}" for s, (_, _, name) in zip(stems, parsed, strict=True)]
-    if len(set(labels)) < len(labels):
-        raise ValueError(f"--custom-reward-function {' '.join(specs)}: a function is named twice; add up its weights")
-    return [(label, *rest) for label, rest in zip(labels, parsed, strict=True)]
-
-
-def _reference(row: dict[str, Any]) -> str:
-    """extra_info.answer, a whole right response, else the ground truth; of a list or dict the first text in it."""
-    answer, truth = row["extra_info"].get("answer"), row["reward_model"]["ground_truth"]
-    if isinstance(answer, str):
-        return answer
-    while isinstance(truth, (list, dict)) and truth:
-        truth = next(iter(truth.values() if isinstance(truth, dict) else truth))
-    return str(truth)
-
-
-def _value(score: Score) -> float:
-    return -math.inf if score.value is None else score.value
-
-
-def _show(score: Score) -> str:
-    return "nothing" if score.value is None else f"{score.value:g}"

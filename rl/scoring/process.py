@@ -20,7 +20,7 @@ class Worker:
     def __init__(self, setup: bytes):
         self.socket, theirs = socket.socketpair()
         self.process = children.start_worker("rl.scoring.worker.main", theirs)
-        self.num_tasks, self.has_ended = 0, False
+        self.num_tasks = 0
         self.hello = self._exchange(setup, START_SECONDS)
 
     def score(self, calls: list[tuple], timeout_s: float, *, twice: bool) -> dict[str, Any]:
@@ -76,7 +76,5 @@ class Worker:
 
     def kill(self) -> None:
         """End the process and all that it started."""
-        if not self.has_ended:
-            children.end_worker(self.process)
-            self.socket.close()
-            self.has_ended = True
+        children.end_worker(self.process)
+        self.socket.close()

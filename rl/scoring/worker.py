@@ -1,14 +1,11 @@
 """The process that calls reward functions: one task in, one result out, until its socket closes. See pool.py.
 
-It is started with exec, imports the standard library and the user's files only, and may be killed at any moment. Tasks
-arrive as pickles from the trainer; results go back as lines of JSON, so that nothing a reward function returns can do
-more than be a number. It is two processes: a guard, which outlives the other and kills whatever that one leaves behind.
+Tasks arrive as pickles from the trainer; results go back as lines of JSON, so that nothing a reward function returns
+can do more than be a number. guard.py says how such a process begins and ends.
 """
 
 import contextlib
 import copy
-import ctypes
-import importlib.util
 import inspect
 import json
 import math
@@ -17,18 +14,13 @@ import os
 import pickle
 import resource
 import signal
-import socket
-import sys
 import time
-import traceback
-import zlib
 from collections.abc import Callable
 from decimal import Decimal
-from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+from rl.scoring.guard import awaited, begin_worker, import_file, traceback_text
+
 Result = tuple[float | None, dict[str, float]]  # score and components of a response; score None means "no score"
 
 
@@ -39,17 +31,6 @@ class Reward(NamedTuple):
     weight: float
     function: Callable[..., Any]
     batched: bool
-
-
-def import_file(path: str) -> ModuleType:
-    """The module of a user's Python file, which may import its neighbours. Raises whatever importing it raises."""
-    sys.path.append(str(Path(path).resolve().parent))  # behind everything else
-    own = f"users_{zlib.crc32(path.encode())}"  # its stem may be the name of another module
-    if (spec := importlib.util.spec_from_file_location(own, path)) is None:
-        raise ValueError(f"{path} is no Python file: its name does not end with .py")
-    module = sys.modules[own] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def load_reward(label: str, weight: float, path: str, name: str) -> Reward:
@@ -91,21 +72,12 @@ def call(reward: Reward, calls: list[tuple]) -> list[Result]:
     what is no result, see `read_result`, and whatever the function raises.
     """
     if not reward.batched:
-        return [read_result(_awaited(reward.function(*arguments))) for arguments in calls]
-    result = _awaited(reward.function(*map(list, zip(*calls, strict=True))))  # verl's signature for lists
+        return [read_result(awaited(reward.function(*arguments))) for arguments in calls]
+    result = awaited(reward.function(*map(list, zip(*calls, strict=True))))  # verl's signature for lists
     if isinstance(result, (str, dict)) or not hasattr(result, "__len__") or len(result) != len(calls):
         count = len(result) if hasattr(result, "__len__") else "no list of"
         raise ValueError(f"{reward.label} returned {count} scores for {len(calls)} responses")
     return [read_result(value) for value in result]
-
-
-def _awaited(result: Any) -> Any:
-    """What a reward function returned, also if it is `async`."""
-    if not inspect.iscoroutine(result):
-        return result
-    import asyncio  # takes longer than everything else here, so a worker without need for it starts in half the time
-
-    return asyncio.run(result)
 
 
 def score(rewards: list[Reward], calls: list[tuple]) -> list[Result]:
@@ -135,44 +107,10 @@ def limit(kind: int, soft: int, hard: int) -> None:
     resource.setrlimit(kind, tuple(values))
 
 
-def fork_worker() -> None:
-    """Go on in a child. This process stays as its guard, and ends with it: as it did, or on SIGTERM.
-
-    The trainer's death is a SIGTERM too. Then every process below is killed, daemons included, whatever they do.
-    """
-    libc, signals = ctypes.CDLL(None), {signal.SIGCHLD, signal.SIGTERM}
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # a daemon that a reward starts becomes our child
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    worker = os.fork()
-    if worker == 0:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        return
-    os.close(int(sys.argv[1]))  # the worker holds the only end of the socket
-    pid = code = 0
-    with contextlib.suppress(ChildProcessError):  # raised when nobody is left
-        while pid != worker and signal.sigwait(signals) == signal.SIGCHLD:
-            while pid != worker and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                pid, code = ended
-        while True:
-            for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-                os.kill(int(child), signal.SIGKILL)  # of its children, those that outlive it become ours
-            os.waitpid(-1, 0)
-    code = os.waitstatus_to_exitcode(code)
-    if code < 0:
-        os.kill(os.getpid(), -code)
-    os._exit(abs(code))
-
-
 def main() -> None:
-    """argv: the descriptor of a socket. The first message holds the reward functions and the limits."""
-    fork_worker()
-    trainer = socket.socket(fileno=int(sys.argv[1]))
-    trainer.set_inheritable(False)
+    """The first message holds the reward functions and the limits, and every other one a task."""
+    trainer = begin_worker()
     tasks, results = trainer.makefile("rb"), trainer.makefile("w")
-    sys.stdout.reconfigure(line_buffering=True)  # this process may be killed at any moment
     os.nice(10)
     pid = os.getpid()
 
@@ -181,18 +119,13 @@ def main() -> None:
             os._exit(0)
         print(json.dumps(message), file=results, flush=True)
 
-    def problem() -> str:
-        """The traceback, at most 20,000 characters of it: an exception may hold a whole data set."""
-        text = traceback.format_exc(limit=-8)
-        return text if len(text) <= 20_000 else f"{text[:10_000]}\n... {len(text)} characters ...\n{text[-10_000:]}"
-
     functions, timeout_s, memory_mb = pickle.load(tasks)
     if memory_mb:
         limit(resource.RLIMIT_DATA, memory_mb << 20, memory_mb << 20)
     try:
         rewards = [load_reward(*function) for function in functions]
     except BaseException:  # even SystemExit: the trainer reports it
-        reply(problem=problem(), last=True)
+        reply(problem=traceback_text(), last=True)
         signal.pause()  # to be killed, with everything that the files have started
     reply(batched=any(r.batched for r in rewards))
 
@@ -207,4 +140,4 @@ def main() -> None:
             scored = score(rewards, calls)
             reply(scored=scored, same=not twice or score(rewards, calls) == scored)
         except BaseException as error:  # a reward may raise anything, SystemExit included; the run goes on
-            reply(problem=problem(), status="error", last=isinstance(error, MemoryError))
+            reply(problem=traceback_text(), status="error", last=isinstance(error, MemoryError))

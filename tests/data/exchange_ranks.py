@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from helpers_data import scored, versions_of
 
-from extras.variants import RULES, TokenSelection, token_selection
+from extras.variants import RULES, TokenSelection, components_of, token_selection
 from rl.data.batching import make_batch
 from rl.data.types import Outcome, Response, Sample, Score
 from rl.formulas import advantages
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.run import metrics
 from rl.sampling import waiting_groups
-from rl.sampling.rollout import gather_responses, lengths_of, parts_of, scores_of
+from rl.sampling.rollout import gather_responses, lengths_of, scores_of
 
 CHOICE = TokenSelection(clip_cov_ratio=0.2, clip_cov_lb=-0.1, clip_cov_ub=0.5, kl_cov_ratio=0.15)
 ENTROPY = replace(CHOICE, top_entropy_quantile=0.3)
@@ -107,7 +107,7 @@ def cut(responses: list[Response], ranks: Ranks, prompts: range, mini_batch_size
     mask, logp = batch.response_mask, batch.rollout_logp
     found = {"batch": vars(batch), "updates": updates, "scores": scores, "lengths": lengths_of(chosen)}
     found["whole_lengths"] = lengths_of(chosen, whole=True)
-    found["parts"] = parts_of(chosen, ["acc", "style"])
+    found["parts"] = components_of(chosen, ["acc", "style"])
     found["all_rows"] = ranks.all_rows(mask.sum(1), batch.rows, len(chosen))
     mean, var = found["moments"] = ranks.moments(logp, mask)
     found["mean"] = ranks.mean(logp, mask)

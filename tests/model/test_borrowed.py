@@ -28,15 +28,16 @@ class Borrowed(NamedTuple):
 BORROWED = [
     # vLLM: its core, read directly.
     Borrowed("vllm.LLM.enqueue", "sampling/engines/vllm.py", "adds requests without waiting for them"),
-    Borrowed("vllm.LLM.apply_model", "sampling/engines/vllm.py", "reaches the engine's model, to push weights"),
+    Borrowed("vllm.LLM.apply_model", "sampling/engines/vllm_weights.py", "reaches the engine's model, to push weights"),
     Borrowed("vllm.LLM.reset_prefix_cache", "sampling/engines/vllm.py", "drops what old weights have computed"),
     Borrowed("vllm.LLM.reset_mm_cache", "extras/families/vision_in_vllm.py", "drops features of images after a push"),
     Borrowed("vllm.LLM:llm_engine", "sampling/engines/vllm.py", "leads to the core, its scheduler and its settings"),
     Borrowed(
-        "vllm.v1.engine.llm_engine.LLMEngine:engine_core output_processor logger_manager vllm_config",
+        "vllm.v1.engine.llm_engine.LLMEngine:engine_core output_processor logger_manager",
         "sampling/engines/vllm.py",
         "are the parts of an engine that tokens are read from, aborted at and logged by",
     ),
+    Borrowed("vllm.v1.engine.llm_engine.LLMEngine:vllm_config", "sampling/engines/vllm_weights.py", "has all settings"),
     Borrowed("vllm.v1.engine.core_client.InprocClient.get_output", "sampling/engines/vllm.py", "runs one step"),
     Borrowed("vllm.v1.engine.core_client.InprocClient.abort_requests", "sampling/engines/vllm.py", "ends responses"),
     Borrowed(
@@ -74,18 +75,18 @@ BORROWED = [
     # vLLM: weights that it keeps in another form than files.
     Borrowed(
         "vllm.model_executor.model_loader.reload.initialize_layerwise_reload",
-        "sampling/engines/vllm.py",
+        "sampling/engines/vllm_weights.py",
         "begins a push on a CPU or of weights that are quantized",
     ),
     Borrowed(
         "vllm.model_executor.model_loader.reload.finalize_layerwise_reload",
-        "sampling/engines/vllm.py",
+        "sampling/engines/vllm_weights.py",
         "ends a push on a CPU or of weights that are quantized",
     ),
-    Borrowed("vllm.config.set_current_vllm_config", "sampling/engines/vllm.py", "surrounds such a push"),
+    Borrowed("vllm.config.set_current_vllm_config", "sampling/engines/vllm_weights.py", "surrounds such a push"),
     Borrowed(
         "vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead:quant_method",
-        "sampling/engines/vllm.py",
+        "sampling/engines/vllm_weights.py",
         "packs a tied LM head once more after a push on a CPU",
     ),
     Borrowed("vllm.distributed.parallel_state.get_tp_group", "sampling/engines/vllm.py", "has the ranks of an engine"),

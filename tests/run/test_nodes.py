@@ -20,6 +20,7 @@ import train_grpo
 from extras.engines import hf
 from rl.flags import build
 from rl.model import load as models
+from rl.scoring.flags import Scoring
 from rl.scoring.pool import Scorer
 
 TIMEOUT = 900  # seconds for each of the two launches; they take 5 and 10 on two idle cores, 30 on busy ones
@@ -33,7 +34,7 @@ RUNS = {
 def train(folder: Path) -> None:
     """Be one rank: write down what it finds on its node, then train."""
     runs = json.loads((folder / "runs.json").read_text())
-    scorer = Scorer(runs[0]["settings"]["custom_reward_function"], tokenizer=None)
+    scorer = Scorer(runs[0]["settings"]["custom_reward_function"], tokenizer=None, flags=Scoring())
     found = {name: int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")}
     (folder / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found | {"reward_workers": scorer.workers}))
     scorer.close()

@@ -28,9 +28,9 @@ from helpers_families import load_with_adapters, make_them_count
 from transformers import AutoConfig, AutoTokenizer
 
 import train_grpo
-from extras import families
 from extras.engines import hf
 from extras.engines.hf import processed_logprobs
+from extras.families import experts
 from extras.lora.adapters import is_adapter
 from rl.data.batching import collate
 from rl.data.order import derive_seed
@@ -673,5 +673,5 @@ def test_check_context_refuses_more_tokens_than_positions(tiny_model):
 def test_replay_is_off_where_vllm_does_not_tell_experts(on_cpu, is_new, said, monkeypatch):
     config = type("VllmConfig", (), {"_verify_aux_output_compatibility": None} if is_new else {})
     monkeypatch.setattr("vllm.config.VllmConfig", config)
-    found = families.why_no_experts(on_cpu)
+    found = experts.why_no_experts(on_cpu)
     assert bool(found) == bool(said) and said in found

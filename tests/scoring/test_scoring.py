@@ -19,10 +19,12 @@ from launch import alive, children, descendants, until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from extras.variants import require_components
 from rl.data.types import Response, Sample, Score
 from rl.scoring import pool as scoring
 from rl.scoring.flags import Scoring
-from rl.scoring.pool import Scorer, decode_responses, make_scorer, parse_functions, raise_if_failing
+from rl.scoring.pool import Scorer, decode_responses, parse_functions, raise_if_failing
+from rl.scoring.trial import try_functions
 
 SIGNATURE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
 BATCHED = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos=None):\n"
@@ -764,8 +766,8 @@ def test_check_scores_the_reference_and_an_empty_response_of_every_source(pool, 
         row(3, source="short", truth="12"),
         row(4, source="swapped", truth="12", answer="no such thing"),
     ]
-    assert scorer.check([]) == "rewards: nothing to score"
-    assert scorer.check(rows) == (
+    assert try_functions(scorer, [])[0] == "rewards: nothing to score"
+    assert try_functions(scorer, rows)[0] == (
         "rewards: math: the reference answer scores 0.25, an empty one -0.25; "
         "open: the ground truth, in every form tried, scores nothing, an empty one nothing; "
         "short: the ground truth scores 0.25, an empty one -0.25; "
@@ -778,13 +780,12 @@ def test_check_finds_rows_without_a_ground_truth_that_a_function_cannot_score(po
     """Functions that need none are left alone; rewards/math_reward.py raises."""
     rows = [row(0, truth="5"), row(1, truth="5"), row(2, truth=""), row(3, truth=" ")]
     said = "rewards: set: the ground truth, in every form tried, scores 1, an empty one 1"
-    assert pool(write("return 1.0")).check(rows) == said
+    assert try_functions(pool(write("return 1.0")), rows)[0] == said
     with pytest.raises(ValueError, match="on the first row with an empty ground_truth of data source 'set' with the"):
-        pool("rewards/math_reward.py").check(rows)
+        try_functions(pool("rewards/math_reward.py"), rows)
     assert "ground truth ''" in capfd.readouterr().err
-    assert (
-        pool(write("return 1.0")).check(rows[2:]) == "rewards: set: without a ground truth, an empty response scores 1"
-    )
+    said = "rewards: set: without a ground truth, an empty response scores 1"
+    assert try_functions(pool(write("return 1.0")), rows[2:])[0] == said
 
 
 @pytest.mark.parametrize(
@@ -795,7 +796,7 @@ def test_check_refuses_a_function_that_fails(pool, write, capfd, body, status):
     with pytest.raises(
         ValueError, match="--custom-reward-function fails on the first row of data source 'bad'"
     ) as error:
-        scorer.check([row(0, source="good"), row(1, source="bad", truth="12")])
+        try_functions(scorer, [row(0, source="good"), row(1, source="bad", truth="12")])
     assert f"({status}; the traceback is above)" in str(error.value)
     assert "row 1: " in capfd.readouterr().err
 
@@ -803,10 +804,10 @@ def test_check_refuses_a_function_that_fails(pool, write, capfd, body, status):
 def test_a_component_that_scores_of_one_data_source_lack_is_missed(pool, write):
     body = "return {'score': 1.0, 'acc': 1.0} | ({'style': 0.0} if data_source == 'good' else {})"
     scorer = pool(write(body))
-    scorer.check([row(0, source="good"), row(1, source="plain")])
-    scorer.require_components(["acc"], flag="--flag")
+    _, scorer.components = try_functions(scorer, [row(0, source="good"), row(1, source="plain")])
+    require_components(scorer, ["acc", "score"], flag="--flag")
     with pytest.raises(ValueError, match="--flag style: scores of the first rows of plain have acc; a reward function"):
-        scorer.require_components(["acc", "style"], flag="--flag")
+        require_components(scorer, ["acc", "style"], flag="--flag")
 
 
 @pytest.mark.parametrize(
@@ -933,7 +934,7 @@ def test_check_finds_the_form_of_data_without_reference_answers(every_character,
         row(3, source="searchR1_nq", truth={"target": ["Paris", "City of Paris"]}),
         row(4, source="apps", truth=programs),
     ]
-    said = scorer.check(rows)
+    said, _ = try_functions(scorer, rows)
     scorer.close()
     assert said.removeprefix("rewards: ").split("; ", 4) == [
         r"DigitalLearningGmbH/MATH-lighteval: the ground truth as \boxed{...} scores 1, an empty one 0",
@@ -1017,11 +1018,11 @@ def test_judges_change_scores_one_after_the_other(tokenizer, write, no_processes
     judges = [Judge("half", 0.5), Judge("tenfold", 10.0)]
     functions, rows = [write("return len(solution_str)")], [row(i) | {"prompt": f"p{i}"} for i in (3, 8)]
     flags = Scoring(reward_workers=1)
-    scorer = make_scorer(functions, flags, tokenizer, rows, max_response_length=9, judges=judges)
+    scorer = Scorer(functions, tokenizer, flags, rows=rows, judges=judges, max_response_length=9)
     try:
         # The first row is scored by the function alone.
         assert scorer.report == "rewards: set: the ground truth scores 5, an empty one 0"
-        scorer.require_components(["half", "tenfold"], flag="--flag")
+        require_components(scorer, ["half", "tenfold"], flag="--flag")
         scorer.load_judges("ranks", 64, None)
         assert [judge.loaded for judge in judges] == [[("ranks", 64, None)]] * 2
         answers = zip(rows, ("12", "123"), strict=True)

@@ -16,10 +16,10 @@ from extras import families
 from rl.console import say, started
 from rl.data.types import Completion, Sampling
 from rl.ranks import Ranks, final_barrier
-from rl.sampling.engines.base import Engine as Base
-from rl.sampling.engines.base import OpenRequest
+from rl.sampling.engines import base
 from rl.sampling.engines.flags import Rollout
 from rl.sampling.engines.vllm_scheduler import TESTED, take_shortcuts
+from rl.sampling.engines.vllm_weights import push_weights
 
 PREFILL = 8192  # tokens of prompts that vLLM reads in one pass
 # Steps after which new requests are handed to vLLM. A step that only decodes is one CUDA graph. A step that also reads
@@ -48,7 +48,7 @@ class Prompts:
         """Drop what vLLM has computed of prompts by weights that were replaced, except for its cached prefixes."""
 
 
-class Engine(Base):
+class Engine(base.Engine):
     """See `base.Engine`. vLLM on this rank's device, or over --tensor-model-parallel-size neighbouring ranks.
 
     Unless `load_weights`, weights are dummies until the first `update_weights`. Raises ValueError if the ranks cannot
@@ -59,18 +59,15 @@ class Engine(Base):
         self, model: str, ranks: Ranks, flags: Rollout, *, longest: int, seed: int = 0, load_weights: bool = False
     ):
         super().__init__(model, ranks, longest)
-        if ranks.size % (size := flags.tensor_model_parallel_size):
+        size, on_cpu = flags.tensor_model_parallel_size, ranks.device.type == "cpu"
+        if ranks.size % size:
             raise ValueError(
                 f"--tensor-model-parallel-size {size} does not divide the {ranks.size} rank(s) of this run; start a "
                 "multiple of it with torchrun --nproc_per_node"
             )
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        on_cpu = ranks.device.type == "cpu"
-        if on_cpu:
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # torch trains on the same cores
-            torch._dynamo.config.disable = True  # or the sampler is compiled: seconds of warm-up, and a C++ compiler
+        of_device = _prepared_for_cpu() if on_cpu else _of_gpu(flags)
         import vllm
         from vllm.distributed import parallel_state
         from vllm.model_executor.models import registry
@@ -79,58 +76,47 @@ class Engine(Base):
         registry._run_in_subprocess = lambda look: look()
         started("imports of vLLM")
 
-        problem = families.why_no_experts(on_cpu) if flags.router_replay else ""
-        returns_experts = flags.router_replay and not problem
-        if problem and ranks.is_main:
-            say(f"--router-replay is off: {problem}")
+        self.routing = families.routing_in_vllm(model, ranks) if flags.router_replay else None
         self.prompts = families.prompts_for_vllm(model) or Prompts()
         may_be_cut = self.prompts.may_be_cut and not on_cpu
         self.can_sleep = flags.free_cache_engine and not load_weights and not on_cpu
+        self.has_processed_weights = on_cpu or flags.is_quantized
         with _trainer_as_it_is(model):
             self.llm = vllm.LLM(
                 model,
-                distributed_executor_backend="external_launcher",
-                tensor_parallel_size=size,
                 dtype=str(ranks.dtype).removeprefix("torch."),
                 quantization=QUANTIZATIONS[flags.rollout_quantization],
+                load_format="auto" if load_weights else "dummy",
+                seed=seed,
+                distributed_executor_backend="external_launcher",
+                tensor_parallel_size=size,
                 max_model_len=longest,
                 max_num_seqs=flags.max_num_seqs,
                 # vLLM reserves memory for a pass over so many tokens, and reads longer prompts in parts. If prompts may
-                # not be cut, there is room for a whole one. On a CPU none is cut, since vLLM would wind the generator
-                # of a request with a seed back, which only those of GPUs allow.
+                # not be cut, there is room for a whole one.
                 max_num_batched_tokens=max(PREFILL, flags.max_num_seqs, 0 if may_be_cut else longest),
-                enable_chunked_prefill=not on_cpu,
                 gpu_memory_utilization=flags.gpu_memory_utilization,
-                worker_cls="auto" if on_cpu else "rl.sampling.engines.vllm_worker.Worker",
-                load_format="auto" if load_weights else "dummy",
-                logprobs_mode="processed_logprobs",  # of the distribution sampled from, after temperature and top-p
                 enable_prefix_caching=True,
                 enable_sleep_mode=self.can_sleep,
-                enforce_eager=on_cpu,
-                # Some kernels of experts reorder their weights, which a push would not do again; this one does not.
-                moe_backend="auto" if on_cpu or flags.is_quantized else "triton",
-                # On Hopper GPUs vLLM would take FlashInfer's gated delta rule, installed or not.
-                additional_config={} if on_cpu else {"gdn_prefill_backend": "triton"},
-                compilation_config={} if on_cpu else {"cudagraph_capture_sizes": graph_sizes(flags.max_num_seqs)},
                 generation_config="vllm",  # sampling is what the caller says, never what the model's folder suggests
+                logprobs_mode="processed_logprobs",  # of the distribution sampled from, after temperature and top-p
                 disable_log_stats=not (flags.log_stats and ranks.is_main),
                 use_tqdm_on_load=False,
-                **({"enable_return_routed_experts": True} if returns_experts else {}),
+                **of_device,
                 **self.prompts.arguments,
-                seed=seed,
+                **({} if self.routing is None else {"enable_return_routed_experts": True}),
             )
-        self.is_quantized, self.first_rank = flags.is_quantized, ranks.rank - ranks.rank % size
+        self.first_rank = ranks.rank - ranks.rank % size
         self.group = parallel_state.get_tp_group().cpu_group if size > 1 else None
         self.core = self.llm.llm_engine.engine_core
         self.scheduler = self.core.engine_core.scheduler
-        self.in_flight: dict[str, OpenRequest] = {}  # by vLLM's name, of all ranks that share this engine
+        self.in_flight: dict[str, base.OpenRequest] = {}  # by vLLM's name, of all ranks that share this engine
         self.steps, self.has_started = 0, False  # steps: since requests were handed to vLLM
-        if returns_experts:  # vLLM's scheduler collects them, and must see every token
-            self.routing = families.unknown_expert(families.shape_of(model)[2]).dtype
-        elif vllm.__version__.startswith(TESTED):
-            take_shortcuts(self.scheduler, self.in_flight)
-        elif ranks.is_main:
-            say(f"vLLM {vllm.__version__} was not tested with our shortcuts: generation takes about a third longer")
+        if self.routing is None:  # else vLLM's scheduler collects the experts of tokens, and must see every token
+            if vllm.__version__.startswith(TESTED):
+                take_shortcuts(self.scheduler, self.in_flight)
+            elif ranks.is_main:
+                say(f"vLLM {vllm.__version__} was not tested with our shortcuts: generation takes about a third longer")
 
     def has_requests(self, *, waiting: bool = False) -> bool:
         """See `base.Engine`."""
@@ -162,7 +148,7 @@ class Engine(Base):
             theirs = self.scheduler.requests[name]
             self.prompts.check(x.prompt_ids, theirs.prompt_token_ids)
             ends = theirs.sampling_params.all_stop_token_ids
-            self.in_flight[name] = OpenRequest(x, rank, [(self.policy_version, 0)], ends)
+            self.in_flight[name] = base.OpenRequest(x, rank, [(self.policy_version, 0)], ends)
 
     def step(self) -> list[Completion]:
         """See `base.Engine`. Raises RuntimeError if vLLM gives up on a response or forgets one."""
@@ -209,31 +195,7 @@ class Engine(Base):
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `base.Engine`. Drops every cached prefix. Quantizes the weights again, if they are quantized."""
-        config = self.llm.llm_engine.vllm_config
-
-        def push(model: torch.nn.Module) -> set[str]:
-            expected, pushed = {name for name, _ in model.named_parameters()}, set()
-
-            def stream() -> Iterator[tuple[str, torch.Tensor]]:
-                for name, tensor in named_tensors:
-                    pushed.add(name)
-                    yield name, tensor
-
-            if self.device.type == "cpu" or self.is_quantized:
-                loaded, of_files = _load_and_process(model, stream(), config)
-                expected &= of_files  # without what vLLM makes of weights, such as scales
-            else:
-                loaded = model.load_weights(stream())
-            # Of its own buffers, such as scales of a cache, vLLM says nothing; those that we push have to arrive.
-            expected |= pushed & {name for name, _ in model.named_buffers()}
-            # vLLM before 0.32 leaves out a module of experts where it says what was loaded.
-            missing = {name.replace(".routed_experts.", ".") for name in expected}
-            missing -= {name.replace(".routed_experts.", ".") for name in loaded}
-            return missing | _missing_parts(model, loaded, pushed)
-
-        (missing,) = self.llm.apply_model(push)
-        if missing:
-            raise RuntimeError(f"weight push left {len(missing)} parameters of vLLM untouched: {sorted(missing)[:5]}")
+        push_weights(self.llm, named_tensors, is_processed=self.has_processed_weights)
         reset = self.llm.reset_prefix_cache(reset_running_requests=bool(self.in_flight))
         assert reset, "vLLM kept a stale prefix cache after a weight push"
         self.prompts.forget(self.llm)
@@ -277,6 +239,28 @@ def _trainer_as_it_is(model: str) -> Iterator[None]:
         decoder.__init__, decoder.do_not_compile = init, True
 
 
+def _prepared_for_cpu() -> dict[str, Any]:
+    """vLLM's arguments for a CPU, of which its environment learns before vLLM is imported."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # torch trains on the same cores
+    torch._dynamo.config.disable = True  # or the sampler is compiled: seconds of warm-up, and a C++ compiler
+    # No prompt is cut: vLLM would wind the generator of a request with a seed back, which only those of GPUs allow.
+    return {"enforce_eager": True, "enable_chunked_prefill": False}
+
+
+def _of_gpu(flags: Rollout) -> dict[str, Any]:
+    """vLLM's arguments for a GPU."""
+    return {
+        "worker_cls": "rl.sampling.engines.vllm_worker.Worker",
+        "enable_chunked_prefill": True,
+        "compilation_config": {"cudagraph_capture_sizes": graph_sizes(flags.max_num_seqs)},
+        # Some kernels of experts reorder their weights, which a push would not do again; this one does not.
+        "moe_backend": "auto" if flags.is_quantized else "triton",
+        # On Hopper GPUs vLLM would take FlashInfer's gated delta rule, installed or not.
+        "additional_config": {"gdn_prefill_backend": "triton"},
+    }
+
+
 def graph_sizes(most: int) -> list[int]:
     """Numbers of sequences for which vLLM captures CUDA graphs, up to `most`: other numbers run the next larger graph.
 
@@ -297,44 +281,3 @@ def _params(sampling: Sampling, seed: int | None) -> Any:
     ours = vars(sampling) | {"n": 1, "seed": seed, "stop_token_ids": list(sampling.stop_token_ids)}
     # logprobs: of the sampled token only
     return SamplingParams(**ours, logprobs=0, detokenize=False, skip_clone=True)
-
-
-def _missing_parts(model: torch.nn.Module, loaded: set[str], pushed: set[str]) -> set[str]:
-    """Names that were not pushed of tensors that vLLM fuses with others that were: it counts q as all of qkv."""
-    fused = getattr(model, "packed_modules_mapping", {})
-    missing = set()
-    for name in loaded:
-        *prefix, module, leaf = name.split(".")
-        parts = {".".join([*prefix, part, leaf]) for part in fused.get(module, ())}
-        if parts & pushed:
-            missing |= parts - pushed
-    return missing
-
-
-def _load_and_process(
-    model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]], config: Any
-) -> tuple[set[str], set[str]]:
-    """Load weights that vLLM keeps in another form than files do: each layer gets its parameters back as files have
-    them, loads them, and makes of them again what it computes with, in the memory that it has.
-
-    The CPU kernels keep packed copies; quantized layers keep numbers of eight bits and scales. A tied LM head packs a
-    copy of the embedding that this reload forgets on a CPU, so it is packed again by hand; so would experts be.
-    Returns: names that were loaded, and names of all parameters as files have them.
-    """
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    is_cpu = config.device_config.device_type == "cpu"
-    for module in model.modules() if is_cpu else ():
-        if getattr(method := getattr(module, "quant_method", None), "moe_kernel", None) is not None:
-            method.moe_kernel = None  # else vLLM would not pack the experts again, for the sake of CUDA graphs
-    with set_current_vllm_config(config):
-        initialize_layerwise_reload(model)
-        of_files = {name for name, _ in model.named_parameters()}
-        loaded = model.load_weights(iter(named_tensors))
-        finalize_layerwise_reload(model, config.model_config)
-    for module in model.modules() if is_cpu else ():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
-    return loaded, of_files

@@ -1,0 +1,105 @@
+"""What a worker does first, be it one that calls reward functions or one in which environments live.
+
+It imports the standard library and the user's files only, and may be killed at any moment. It is two processes: a
+guard, which outlives the other and kills whatever that one leaves behind.
+"""
+
+import contextlib
+import ctypes
+import importlib.util
+import inspect
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux
+
+
+def begin_worker() -> socket.socket:
+    """Begin a worker that `rl.children.start_worker` has started. Returns the socket to the process that started it.
+
+    It goes on in a child. The process itself stays as a guard, which ends when the child ends and in the same way, or
+    on SIGTERM, which the death of the process that started it is too. Then the guard kills every process below it,
+    daemons included, whatever they do.
+    """
+    descriptor, signals = int(sys.argv[1]), {signal.SIGCHLD, signal.SIGTERM}
+    adopt_orphans()  # a daemon that a user's function starts becomes a child of the guard
+    die_with_parent(signal.SIGTERM)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    worker = os.fork()
+    if worker == 0:
+        die_with_parent()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        sys.stdout.reconfigure(line_buffering=True)  # this process may be killed at any moment
+        starter = socket.socket(fileno=descriptor)
+        starter.set_inheritable(False)
+        return starter
+    os.close(descriptor)  # the worker holds the only end of the socket
+    pid = code = 0
+    with contextlib.suppress(ChildProcessError):  # raised when nobody is left
+        while pid != worker and signal.sigwait(signals) == signal.SIGCHLD:
+            while pid != worker and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, code = ended
+        while True:
+            for child in children_of_this():
+                os.kill(child, signal.SIGKILL)  # of its children, those that outlive it become ours
+            os.waitpid(-1, 0)
+    code = os.waitstatus_to_exitcode(code)
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(abs(code))
+
+
+def die_with_parent(by: int = signal.SIGKILL) -> None:
+    """Let this process get the signal `by` when the thread that has started it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
+
+
+def adopt_orphans() -> None:
+    """Let every process below this one become its child when its own parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children_of_this() -> set[int]:
+    """Ids of the processes that this thread has started or adopted, and that were not waited for."""
+    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+
+
+def import_file(path: str) -> ModuleType:
+    """The module of a user's Python file, which may import its neighbours. Raises whatever importing it raises."""
+    sys.path.append(str(Path(path).resolve().parent))  # behind everything else
+    name = f"users_{zlib.crc32(path.encode())}"  # its stem may be the name of another module
+    if (spec := importlib.util.spec_from_file_location(name, path)) is None or spec.loader is None:
+        raise ValueError(f"{path} is no Python file: its name does not end with .py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def traceback_text() -> str:
+    """The traceback of the exception that is being handled, at most 20,000 characters of it: an exception may hold a
+    whole data set.
+    """
+    text = traceback.format_exc(limit=-8)
+    return text if len(text) <= 20_000 else f"{text[:10_000]}\n... {len(text)} characters ...\n{text[-10_000:]}"
+
+
+def awaited(result: Any, run: Callable[[Any], Any] | None = None) -> Any:
+    """What a user's function returned, also if it is `async`: then `run`, by default `asyncio.run`, waits for it."""
+    if not inspect.isawaitable(result):
+        return result
+    import asyncio  # takes longer than everything else here, so a worker without need for it starts in half the time
+
+    async def wait() -> Any:
+        return await result
+
+    return (run or asyncio.run)(wait())
