@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import rl.sampling.engines.base as base
 from extras import families
 from rl.data.types import Completion, Sampling
 from rl.model.checks import read_model
@@ -21,7 +22,6 @@ from rl.model.load import buffers_in_files, name_weights, published
 from rl.model.logprobs import truncated
 from rl.model.roles import CAUSAL_LM
 from rl.ranks import Ranks
-from rl.sampling.engines import base
 from rl.sampling.engines.flags import Rollout
 
 DEFAULT = Rollout()

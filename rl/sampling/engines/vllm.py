@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel
 
+import rl.sampling.engines.base as base
 from extras import families
 from rl.console import say, started
 from rl.data.types import Completion, Sampling
 from rl.ranks import Ranks, final_barrier
-from rl.sampling.engines import base
 from rl.sampling.engines.flags import Rollout
 from rl.sampling.engines.vllm_scheduler import TESTED, take_shortcuts
 from rl.sampling.engines.vllm_weights import push_weights
