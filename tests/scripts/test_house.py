@@ -28,9 +28,9 @@ from launch import ROOT
 LIMITS = {
     "core": 3233,
     "wall": 1712,
-    "import train_grpo": 4227,
+    "import train_grpo": 4204,
     "import sft": 2409,
-    "import eval": 1351,
+    "import eval": 1333,
     "eval.py": 107,
     "sft.py": 95,
     "train_async.py": 165,
