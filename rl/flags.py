@@ -1,7 +1,8 @@
 """Command-line flags: what values a flag may have, groups of flags, and reading them.
 
-A group is a small frozen dataclass that stands beside the machine that reads it, such as `LoRA` in extras/lora. A
-script's Args nests groups; on the command line they are flat, and --help shows a box for each:
+A group is a small frozen dataclass. It stands in a file of flags, such as rl/data/flags.py, in the door of an extra, or
+beside the code that reads it. A script's Args nests groups; on the command line they are flat, and --help shows a box
+for each:
 
     @dataclass(frozen=True)
     class Args:
@@ -9,9 +10,9 @@ script's Args nests groups; on the command line they are flat, and --help shows 
         my_bound: Free[AtLeast1] = 10        # Free: a resumed run may change it; other flags must stay as they were
         memory: Memory = Memory()            # a group; Memory(compile=False) gives a flag of it another default
 
-A group of an extra stands in the extra's door. A group may have two things that rl/run/ asks for: a method
-`check(flags)`, which gets the values of all flags by name and raises ValueError if one of them contradicts the group's
-own, and `text_only`, which names what reads nothing but text. Args itself may have `text_only` too.
+A group may have two things that rl/run/ asks for: a method `check(flags)`, which gets the values of all flags by name
+and raises ValueError if one of them contradicts the group's own, and `text_only`, which names what reads nothing but
+text. Args itself may have `text_only` too.
 """
 
 import dataclasses

@@ -25,14 +25,14 @@ def given_responses(rows: Sequence[dict], ranks: Ranks) -> list[Response]:
             sample = Sample(row["prompt_ids"], ids, zeros + 1, zeros, "stop", row["row_index"])
             score = Score("", float(i == 0), {}, "ok", 0.0)
             known = Response.of(sample, score, shared=0, rank=rank, number=NO_NUMBER)
-            own = sample if rank == ranks.data_rank else None
-            responses.append(replace(known, prompt_ids=sample.prompt_ids, sample=own))
+            tokens = sample if rank == ranks.data_rank else None
+            responses.append(replace(known, prompt_ids=sample.prompt_ids, sample=tokens))
     return responses
 
 
 def side_by_side(given: Sequence[Response], sampled: Sequence[Response], rows: Sequence[dict]) -> list[Response]:
     """Responses in the order of their rows, for each row first what it has given, then what was sampled."""
-    found, k, n = [], len(given) // len(rows), len(sampled) // len(rows)  # responses to each row
+    responses, k, n = [], len(given) // len(rows), len(sampled) // len(rows)  # responses to each row
     for i in range(len(rows)):  # by place: with --partial-rollouts a step may have a row of two epochs twice
-        found += [*given[k * i : k * (i + 1)], *sampled[n * i : n * (i + 1)]]
-    return found
+        responses += [*given[k * i : k * (i + 1)], *sampled[n * i : n * (i + 1)]]
+    return responses

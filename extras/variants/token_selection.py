@@ -60,19 +60,19 @@ def choose(
         chance = uniform(rows.tolist(), mask.shape[1], seed=seed)
     if flags.top_entropy_quantile < 1:
         num_kept = int(flags.top_entropy_quantile * sum(update.num_tokens for update in updates))
-        kept = largest(entropies(batch, updates), mask.bool(), num_kept, ranks, ties=chance)
-        batch = replace(batch, advantages=batch.advantages * kept)
+        undecided = largest(entropies(batch, updates), mask.bool(), num_kept, ranks, ties=chance)
+        batch = replace(batch, advantages=batch.advantages * undecided)
     if loss_mode in RULES:
         chosen = torch.zeros_like(mask, dtype=torch.bool)
         for update in updates:
-            own = mask * torch.isin(rows, rows.new_tensor(update.rows))[:, None]  # of this mini-batch
-            means = [ranks.mean(x, own) for x in (batch.old_logp, batch.advantages)]
+            in_update = mask * torch.isin(rows, rows.new_tensor(update.rows))[:, None]
+            means = [ranks.mean(x, in_update) for x in (batch.old_logp, batch.advantages)]
             cov = covariance(batch.old_logp, batch.advantages, mean_logp=means[0], mean_advantage=means[1])
             if loss_mode == "clip_cov":
-                among = own.bool() & (cov > flags.clip_cov_lb) & (cov < flags.clip_cov_ub)
+                among = in_update.bool() & (cov > flags.clip_cov_lb) & (cov < flags.clip_cov_ub)
                 decides, share = chance, flags.clip_cov_ratio
             else:
-                decides, among, share = cov, own.bool(), flags.kl_cov_ratio
+                decides, among, share = cov, in_update.bool(), flags.kl_cov_ratio
             chosen |= largest(decides, among, max(1, int(share * update.num_tokens)), ranks, ties=chance)
         batch = replace(batch, chosen=chosen)
     return batch
@@ -85,8 +85,9 @@ def largest(x: Tensor, among: Tensor, k: int, ranks: Ranks, *, ties: Tensor) -> 
     Args: x (b, T); among (b, T) bool, which entries count; ties (b, T), all different. Returns: (b, T) bool.
     """
     pairs = torch.complex(x.double(), ties.double()).numpy()  # in numpy x decides their order, then the ties
-    own = np.sort(pairs[among.numpy()])[::-1][:k]
-    every = np.sort(np.concatenate(ranks.all_gather([own])))[::-1][:k]  # the k best of all are among those of the ranks
+    best = np.sort(pairs[among.numpy()])[::-1][:k]
+    # The k best of all ranks are among the k best of each rank.
+    every = np.sort(np.concatenate(ranks.all_gather([best])))[::-1][:k]
     return among & torch.from_numpy(pairs >= every[-1]) if len(every) else torch.zeros_like(among)
 
 
@@ -95,6 +96,6 @@ def uniform(rows: Sequence[int], width: int, *, seed: int) -> Tensor:
     alone, not on the rank that has the row.
     """
     result = torch.empty(len(rows), width, dtype=torch.float64)
-    for own, row in zip(result, rows, strict=True):
-        own.uniform_(generator=torch.Generator().manual_seed(derive_seed(seed, row)))
+    for numbers, row in zip(result, rows, strict=True):
+        numbers.uniform_(generator=torch.Generator().manual_seed(derive_seed(seed, row)))
     return result

@@ -52,10 +52,10 @@ def stop_token_ids(model: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     They often differ: one ends the turns of an instruction-tuned model, another the documents of its base model.
     """
     config = AutoConfig.from_pretrained(model)  # one with another in it may have no such id, but the other has
-    found = [tokenizer.eos_token_id, *(getattr(x, "eos_token_id", None) for x in (config, config.get_text_config()))]
+    ends = [tokenizer.eos_token_id, *(getattr(x, "eos_token_id", None) for x in (config, config.get_text_config()))]
     with contextlib.suppress(OSError):  # raised for a model without one
-        found.append(GenerationConfig.from_pretrained(model).eos_token_id)
-    ids = [i for ids in found for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
+        ends.append(GenerationConfig.from_pretrained(model).eos_token_id)
+    ids = [i for ids in ends for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
     return tuple(dict.fromkeys(ids))
 
 

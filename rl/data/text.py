@@ -94,9 +94,9 @@ def write(
     if len(start := start_of(tokenizer, text, limit)) < len(text):
         return start
     if checked and not rendering_of(tokenizer).allow_dropped_text:
-        way = (str(tokenizer.chat_template), draw, *how.items(), type(attachments))
+        rendered_by = (str(tokenizer.chat_template), draw, *how.items(), type(attachments))
         renamed = {f"{field}[{len(messages) - 1}].content": last} if last else {}
-        _check(tokenizer, row, text, marked, drawn, way, renamed)
+        _check(tokenizer, row, text, marked, drawn, rendered_by, renamed)
     return attachments.in_text(text)
 
 
@@ -135,13 +135,13 @@ def _check(
     text: str,
     marked: Callable[[Mark], Any],
     drawn: Callable[[Mark], str],
-    way: tuple,
+    rendered_by: tuple,
     renamed: dict[str, str],
 ) -> None:
     """Raise ValueError if the `text` that the template wrote lacks any text of messages, tools, or another column.
 
-    Args: marked(mark) are the messages and tools with marks, and drawn(mark) what the template writes of these; way,
-    what else decides what it writes; renamed, places that errors call by another name.
+    Args: marked(mark) are the messages and tools with marks, and drawn(mark) what the template writes of these;
+    rendered_by, what else decides what it writes; renamed, places that errors call by another name.
     """
     read = row.keys() & variables(tokenizer) - {"messages", "tools"}
     if unread := sorted(name for name in read if not is_absent(row[name])):
@@ -151,7 +151,7 @@ def _check(
         )
     texts: list[tuple[str, str]] = []
     shape = marked(lambda place, said: texts.append((renamed.get(place, place), said)) or f"\0{len(texts)}")
-    skeletons, key = rendering_of(tokenizer).skeletons, (*way, hash(repr(shape)))
+    skeletons, key = rendering_of(tokenizer).skeletons, (*rendered_by, hash(repr(shape)))
     if key not in skeletons and len(skeletons) < MOST_SHAPES:
         skeletons[key] = _skeleton(drawn)
     if not _fits(text, skeletons.get(key, NO_SKELETON), texts) and (k := _dropped(text, drawn)) is not None:
@@ -290,8 +290,9 @@ def _lost(tokenizer: Tokenizer, text: str) -> bool:
 
 
 def _folded(text: str) -> str:
-    kept = (x for x in unicodedata.normalize("NFKD", text) if unicodedata.category(x) not in ("Mn", "Me", "Cf", "Cc"))
-    return "".join("".join(kept).casefold().replace("\u2581", " ").split())
+    # Without what Unicode calls marks, formats and controls: accents and invisible characters.
+    signs = (x for x in unicodedata.normalize("NFKD", text) if unicodedata.category(x) not in ("Mn", "Me", "Cf", "Cc"))
+    return "".join("".join(signs).casefold().replace("\u2581", " ").split())
 
 
 @functools.lru_cache(8)
