@@ -15,11 +15,11 @@ import torch
 
 import rl.sampling.engines.base as base
 from extras import families
+from extras.truncation import truncation_of
 from rl.data.types import Completion, Sampling
 from rl.model.checks import read_model
 from rl.model.family import Pass
 from rl.model.load import buffers_in_files, name_weights, published
-from rl.model.logprobs import truncated
 from rl.model.roles import CAUSAL_LM
 from rl.ranks import Ranks
 from rl.sampling.engines.flags import Rollout
@@ -179,8 +179,9 @@ class Engine(base.Engine):
 
 
 def processed_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """log-probs (B, V) of the distribution that is sampled from: temperature, then `logprobs.truncated`, renormalized.
+    """log-probs (B, V) of the distribution that is sampled from: temperature, then `truncation_of`, renormalized.
 
     Temperature 0 counts as 1.
     """
-    return truncated(logits / (sampling.temperature or 1.0), sampling).log_softmax(-1)
+    logits, truncate = logits / (sampling.temperature or 1.0), truncation_of(sampling)
+    return (truncate(logits) if truncate else logits).log_softmax(-1)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from extras.families import families_of
+from extras.truncation import truncation_of
 from rl.data.batching import Update, shared_prefix
 from rl.data.types import Batch, Sampling, places, take_rows
 from rl.model.attention import Packing
@@ -54,8 +55,8 @@ def token_logprobs(
         logp[i, t]    = z[y_t] - logsumexp_S(z),   z = logits at t-1 / temperature
         entropy[i, t] = logsumexp_S(z) - sum over v in S of softmax_S(z)_v z_v
 
-    S is the set of tokens that `sampling` draws from, see `truncation`, and the sampled token; without top_k, top_p and
-    min_p the whole vocabulary. So the policy is the distribution that the engine has sampled from.
+    S is the set of tokens that `sampling` draws from, see extras/truncation, and the sampled token; without top_k,
+    top_p and min_p it is the whole vocabulary. So the policy is the distribution that the engine has sampled from.
 
     Args: model, a causal LM that went through `add_packed_forward`; batch (b, T); entropy_grad, whether gradients flow
     through the entropy. Returns: logp and entropy (b, T), float32 (float64 for a float64 model), zero where
@@ -212,8 +213,8 @@ def response_logprobs(
         source, head_chunk = model, functools.partial(checkpoint, _head_chunk, use_reentrant=False)
     else:
         source, head_chunk = model.get_output_embeddings().weight, model.packed.head_chunk
-    kept = (sampling.top_k, sampling.top_p, sampling.min_p) if sampling.is_truncated else None
-    return in_chunks(lambda h, y: head_chunk(source, h, y, sampling.temperature, kept, entropy_grad), hidden, targets)
+    way = sampling.temperature, truncation_of(sampling), entropy_grad
+    return in_chunks(lambda h, y: head_chunk(source, h, y, *way), hidden, targets)
 
 
 def logits_of(source: nn.Module | Tensor, hidden: Tensor, temperature: float) -> Tensor:
@@ -227,57 +228,25 @@ def logits_of(source: nn.Module | Tensor, hidden: Tensor, temperature: float) ->
 def response_collisions(model: nn.Module, hidden: Tensor, targets: Tensor, sampling: Sampling) -> tuple[Tensor]:
     """The head of `fixed_collisions`: hidden (R, H), targets (R,), not used -> (R,)."""
 
+    truncate = truncation_of(sampling)
+
     def collisions(h: Tensor) -> tuple[Tensor]:
-        logits = truncated(logits_of(model, h, sampling.temperature), sampling)
+        logits = logits_of(model, h, sampling.temperature)
+        logits = truncate(logits) if truncate else logits
         return (logits.softmax(-1).square().sum(-1),)
 
     return in_chunks(collisions, hidden)
 
 
-def _head_chunk(source, hidden, targets, temperature, kept, entropy_grad):
+def _head_chunk(source, hidden, targets, temperature, truncate, entropy_grad):
     """hidden (C, H), targets (C,) -> logp (C,), entropy (C,), in at least float32. For `source` see `logits_of`."""
     logits = logits_of(source, hidden, temperature)
     sampled = logits.gather(-1, targets[:, None])[:, 0]
-    if kept is not None:
-        left_out = logits.detach() < truncation(logits.detach(), *kept)[:, None]
-        left_out = left_out.scatter(-1, targets[:, None], False)  # a sampled token is in S, whatever rounding says
-        logits = logits.masked_fill(left_out, -1e30)  # exp of it is 0; with -inf, 0 x inf would be NaN
+    if truncate is not None:
+        logits = truncate(logits, targets)
     log_z = logits.logsumexp(-1)
     logp = sampled - log_z
     if not entropy_grad:
         logits, log_z = logits.detach(), log_z.detach()
     logps = logits - log_z[:, None]  # log_z - sum of p * logits would lose digits to logits far from 0
     return logp, -(logps.exp() * logps).sum(-1)
-
-
-def truncated(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits (C, V), divided by the temperature, with -inf for tokens that `sampling` leaves out: see `truncation`."""
-    if not sampling.is_truncated:
-        return logits
-    limit = truncation(logits, sampling.top_k, sampling.top_p, sampling.min_p)
-    return logits.masked_fill(logits < limit[:, None], -torch.inf)
-
-
-def truncation(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """The smallest logit that is sampled from: logits (C, V), divided by the temperature -> (C,).
-
-    S = {v: z_v >= limit} by min-p, then top-k, then nucleus sampling (top-p) among the tokens that are left. Ties at
-    the limit are in S. The last limit is found by halving an interval of logits 24 times: faster than sorting. It ends
-    60 below the largest logit: tokens below that, such as those that a model masks, are too unlikely to matter.
-    """
-    largest = logits.amax(-1)
-    limit = largest + math.log(min_p) if min_p > 0 else logits.amin(-1)
-    if 0 < top_k < logits.shape[-1]:
-        logits = logits.topk(top_k, sorted=False).values  # (C, k)
-        limit = torch.maximum(limit, logits.amin(-1))
-    if top_p < 1:
-        weight = (logits - largest[:, None]).exp().masked_fill(logits < limit[:, None], 0.0)
-        wanted = top_p * weight.sum(-1)
-        low, high = torch.maximum(limit, largest - 60), torch.nextafter(largest, largest + 1)
-        # From `low` up there is enough weight, from `high` up too little.
-        for _ in range(24):
-            middle = (low + high) / 2
-            enough = (weight * (logits >= middle[:, None])).sum(-1) >= wanted
-            low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-        limit = low
-    return limit
