@@ -26,10 +26,10 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3233,
+    "core": 3213,
     "wall": 1712,
-    "import train_grpo": 4204,
-    "import sft": 2409,
+    "import train_grpo": 4184,
+    "import sft": 2389,
     "import eval": 1333,
     "eval.py": 107,
     "sft.py": 95,
