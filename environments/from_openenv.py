@@ -29,7 +29,7 @@ from typing import Any
 
 from openenv import GenericEnvClient
 
-from extras.agents.worker import Reply
+from extras.agents.tools import Reply
 
 
 class FromOpenEnv:

@@ -25,7 +25,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from extras.agents.worker import Reply, Tools
+from extras.agents.tools import Reply, Tools
 
 
 class FromTRL:

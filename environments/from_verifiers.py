@@ -32,7 +32,7 @@ from typing import Any
 
 from aiohttp import web
 
-from extras.agents.worker import Reply
+from extras.agents.tools import Reply
 
 try:
     from verifiers.types import ClientConfig

@@ -27,7 +27,7 @@ class Guess:
         return []
 
     def step(self, reply: Any) -> list[dict] | None:
-        """Answer a guess, see `Reply` in extras/agents/worker.py; None ends the game."""
+        """Answer a guess, see `Reply` in extras/agents/tools.py; None ends the game."""
         self.guesses += 1
         guess = reply.text.strip()
         self.found = guess == str(self.secret)

@@ -7,7 +7,11 @@ docs/environments.md has the contract of a user's class.
 
     conversations.py    the partner of the policy: what is said, and when a conversation ends
     chat.py             messages become tokens, and turns become text and calls, by the chat template
+    calls.py            how calls are read in what models of several kinds write
     environments.py     the trainer's side of the processes in which environments live; worker.py is the other side
+    tools.py            functions that the policy may call, and what is loaded from a user's files
+    tool_server.py      tools of an MCP server
+    plain.py            what users' functions return, as JSON
     schemas.py          tools and calls of tools in the rows of the data
     outcome.py          what a conversation says to reward functions, metrics, advantages and the log
 """

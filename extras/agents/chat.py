@@ -206,5 +206,5 @@ class Chat:
         """
         text, raw = (self.tokenizer.decode(ids, skip_special_tokens=skip) for skip in (True, False))
         stop = self._text(ids[-1]) if ids and ids[-1] in self.stop_ids else ""
-        found = (self._calls(x, self.thought + raw.removesuffix(stop), stop) for x in self.readers)
-        return text, next((x for x in found if x is not None), [("", None)] if self.readers else [])
+        readings = (self._calls(x, self.thought + raw.removesuffix(stop), stop) for x in self.readers)
+        return text, next((x for x in readings if x is not None), [("", None)] if self.readers else [])

@@ -34,7 +34,8 @@ from typing import Any, NamedTuple
 
 from extras.agents import EnvironmentFlags
 from extras.agents.calls import Calls
-from extras.agents.worker import MAX_ANSWER, Call, Reply
+from extras.agents.tools import Call, Reply
+from extras.agents.worker import MAX_ANSWER
 from rl import children
 from rl.console import say
 from rl.data.rows import Row
@@ -53,7 +54,7 @@ class Answer(NamedTuple):
     reward: float | None = None  # for the turn, if the environment gives any
 
 
-class _Conversation:
+class _Environment:
     """One environment, as the trainer sees it."""
 
     def __init__(self, number: int, row: Row):
@@ -71,7 +72,7 @@ class Environments:
 
     def __init__(self, flags: EnvironmentFlags):
         self.flags = flags
-        self.open: dict[Hashable, _Conversation] = {}
+        self.open: dict[Hashable, _Environment] = {}
         self.at_once: list[Answer] = []  # answers that need no process
         self.selector = selectors.DefaultSelector()
         self.count, self.problems = 0, 0
@@ -82,8 +83,8 @@ class Environments:
         atexit.register(self.close)
         if "problem" in hello:
             self._stop()
-            given = f"--environment {flags.environment}" if flags.environment else f"--tools {' '.join(flags.tools)}"
-            raise ValueError(f"{given} cannot be loaded: {hello['problem']}")
+            flag = f"--environment {flags.environment}" if flags.environment else f"--tools {' '.join(flags.tools)}"
+            raise ValueError(f"{flag} cannot be loaded: {hello['problem']}")
         self.has_reset, self.tools = hello["has_reset"], hello["tools"]  # tools: JSON schemas
 
     def _launch(self) -> dict[str, Any]:
@@ -109,8 +110,8 @@ class Environments:
     def start(self, key: Hashable, row: Row, seed: int) -> None:
         """Begin a conversation; its first answer is what `reset` says. Its process starts while the engine samples."""
         self.count += 1
-        seen = {name: x for name, x in row.items() if name not in ("prompt_ids", "given")}
-        x = self.open[key] = _Conversation(self.count, seen)
+        columns = {name: x for name, x in row.items() if name not in ("prompt_ids", "given")}
+        x = self.open[key] = _Environment(self.count, columns)
         try:
             x.socket, theirs = socket.socketpair()
         except OSError as error:  # too many files are open
@@ -118,7 +119,7 @@ class Environments:
             return
         self._later("start", x.number, theirs)
         if self.has_reset:
-            self._send(key, "reset", seen, seed)
+            self._send(key, "reset", columns, seed)
         else:
             self.at_once.append(Answer(key, []))
 
@@ -129,14 +130,14 @@ class Environments:
 
     def answers(self, wait_s: float) -> list[Answer]:
         """The answers that have come; waits for the first one for so many seconds at most."""
-        found, self.at_once = self.at_once, []
-        for ready, _ in self.selector.select(0.0 if found else wait_s):
-            found += self._receive(ready.data)
+        answers, self.at_once = self.at_once, []
+        for ready, _ in self.selector.select(0.0 if answers else wait_s):
+            answers += self._receive(ready.data)
         now = time.monotonic()
         for key, x in self.open.items():
             if x.asked_at and now - x.asked_at > self.flags.environment_timeout:
-                found.append(self.fail(key, f"no answer within {self.flags.environment_timeout:g} s"))
-        return found
+                answers.append(self.fail(key, f"no answer within {self.flags.environment_timeout:g} s"))
+        return answers
 
     def end(self, key: Hashable) -> dict[str, Any]:
         """Forget a conversation; returns its report, with the seconds it has waited for answers."""
@@ -223,7 +224,7 @@ class Environments:
         self._close(x, kill=True)
         return Answer(key, None, has_failed=True)
 
-    def _close(self, x: _Conversation, *, kill: bool) -> None:
+    def _close(self, x: _Environment, *, kill: bool) -> None:
         if x.socket is not None:
             if x.asked_at:
                 self.selector.unregister(x.socket)

@@ -21,7 +21,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from extras.agents import EnvironmentFlags, open_partner, worker
+from extras.agents import EnvironmentFlags, open_partner
+from extras.agents.tools import Call, Reply, Tools, load, schemas_of
 
 END = 2  # <|im_end|>
 
@@ -348,8 +349,8 @@ Pair = collections.namedtuple("Pair", "a b")
     ids=range(38),
 )
 def test_what_a_tool_returns_reaches_the_policy_as_json(value, text):
-    tools = worker.Tools({"f": lambda: value}, 1000)
-    [message] = tools.step(worker.Reply("", (worker.Call("1", "f", {}),), 1))
+    tools = Tools({"f": lambda: value}, 1000)
+    [message] = tools.step(Reply("", (Call("1", "f", {}),), 1))
     assert message["content"] == text and tools.errors == 0
 
 
@@ -384,10 +385,10 @@ def test_two_tools_of_one_name_are_refused(environment, files, problem, tmp_path
     specs = [str(tmp_path / name.partition(":")[0]) + ".py" + "".join(name.partition(":")[1:]) for name in files]
     arguments = (str(tmp_path / "e.py") if environment else None, specs, 100)
     if problem is None:
-        assert len(worker.load(*arguments)[1]) == len(files or "fg")
+        assert len(load(*arguments)[1]) == len(files or "fg")
     else:
         with pytest.raises(ValueError, match=f"two tools are called {problem}"):
-            worker.load(*arguments)
+            load(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -405,14 +406,14 @@ def test_what_is_no_tool_is_refused(tool, shown, tmp_path):
     (tmp_path / "a.py").write_text(f"tool = {tool}\n" + CLASS.replace("TOOLS", "tool,"))
     words = re.escape(f"{shown} is no tool: give a function, or its JSON schema with a name")
     with pytest.raises(ValueError, match=words):
-        worker.load(str(tmp_path / "a.py"), [], 100)
+        load(str(tmp_path / "a.py"), [], 100)
     with pytest.raises(ValueError, match=words + "|a.py:tool is no function but " + re.escape(shown)):
-        worker.load(None, [f"{tmp_path / 'a.py'}:tool"], 100)
+        load(None, [f"{tmp_path / 'a.py'}:tool"], 100)
 
 
 def test_a_schema_may_hold_what_json_does_not_have():
     schema = {"name": "f", "parameters": {"properties": {"x": {"enum": {2, 1}, "default": np.int64(1)}}}}
-    [found] = worker.schemas_of([schema])
+    [found] = schemas_of([schema])
     assert json.dumps(found)
     assert found["function"]["parameters"] == {"properties": {"x": {"enum": [1, 2], "default": 1}}}
 

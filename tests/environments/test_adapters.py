@@ -160,7 +160,7 @@ def test_trl_finds_the_same_tools(trl_game, tmp_path, monkeypatch):
     utils = pytest.importorskip("transformers.utils")
     from datasets import Dataset
 
-    from extras.agents.worker import load, schemas_of
+    from extras.agents.tools import load, schemas_of
 
     monkeypatch.syspath_prepend(str(tmp_path))
     from trl_game import Game

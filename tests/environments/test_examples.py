@@ -12,7 +12,7 @@ from environments.calculator import calculate
 from environments.guess import Guess
 from environments.python import python
 from extras.agents import EnvironmentFlags, open_partner
-from extras.agents.worker import Call, Reply, Tools
+from extras.agents.tools import Call, Reply, Tools
 from extras.demonstrations.encode import encode_demonstration
 from extras.demonstrations.rows import read_demonstrations
 from rewards.environment import compute_score

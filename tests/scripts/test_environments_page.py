@@ -8,7 +8,7 @@ from launch import ROOT
 from transformers import AutoConfig
 
 import train_grpo
-from extras.agents.worker import Call, Reply, load, schemas_of
+from extras.agents.tools import Call, Reply, load, schemas_of
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 PAGE = (ROOT / "docs" / "environments.md").read_text()
