@@ -21,13 +21,12 @@ of age a. docs/train_async.md explains all of this in more detail.
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
 
 from extras.correction import Correction
-from extras.samplers import SamplerFlags, Work, open_pool
+from extras.samplers import SamplerFlags, open_pool
 from rl.data.batching import make_batch
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive
@@ -40,8 +39,7 @@ from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
 from rl.run.task import load_task
 from rl.sampling.engines.flags import Rollout
-from rl.sampling.rollout import gather_responses, scores_of
-from rl.scoring.pool import raise_if_failing
+from rl.sampling.rollout import scores_of
 
 
 @dataclass(frozen=True)
@@ -84,20 +82,17 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
 def main(args: Args) -> dict[str, float]:
     """Train with GRPO; returns the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
-    tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args)
+    task = load_task(args)
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
     num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # in a step
 
-    run = Run(args, tokenizer, total_steps)
-    ranks, longest = run.ranks, args.longest
-    work = Work(
-        tokenizer, train_rows, sampling, args.rollout, args.envs, args.train_batch_size, total_steps, longest, args.seed
-    )
-    samplers = open_pool(args.pool, work, scorer, ranks, run.folder.root, run.state)  # start while the policy is loaded
+    run = Run(args, task.tokenizer, task.total_steps)
+    ranks, longest, sampling = run.ranks, task.longest, task.sampling
+    samplers = open_pool(args.pool, task, args.envs, ranks, run.folder.root, run.state)  # they start meanwhile
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.use_kl_loss else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    run.begin({"actor": (policy, optimizer)}, engine=samplers, scorer=scorer)
+    run.begin({"actor": (policy, optimizer)}, samplers)
 
     # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
     # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
@@ -107,25 +102,18 @@ def main(args: Args) -> dict[str, float]:
         samplers.push(step, weights_for_engine(policy, ranks))
         run.may_stop_after("update_weights")
         if run.evaluation_is_due():
-            samplers.start_evaluation(val_rows, args.validation)
+            samplers.start_evaluation()
 
-        # 2. Rollouts: wait for G responses to each of the P prompts; most were sampled while the last step trained.
-        rows, own_samples, tickets = samplers.take()  # samples are on rank 0; phase 4 divides them among the ranks
-        run.may_stop_after("gen")
-
-        # 3. Rewards: other processes have been scoring since a group was complete. Then all ranks get the scores and
-        # lengths of the whole step.
-        own_scores = scorer.collect(tickets)
-        run.may_stop_after("reward")
-        responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
-        raise_if_failing(responses, args.rewards.reward_max_error_frac)
+        # 2. Sample: wait for G responses to each of the P prompts; most were sampled while the last step trained. Other
+        # processes have been scoring since a group was complete. Then all ranks get the scores and lengths of the whole
+        # step; tokens are on rank 0 until phase 3.
+        responses = samplers.sample(run.may_stop_after)  # B
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
 
-        # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
+        # 3. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
         # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
         batch, updates = make_batch(
             responses,
-            trainable=scores_PG.isfinite().flatten(),
             mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
@@ -133,8 +121,8 @@ def main(args: Args) -> dict[str, float]:
         )  # (b, T); with ages, if a token is older than these weights
         run.may_stop_after("batch")
 
-        # 5. Log-probs that stay fixed while the policy changes. With one update a step, those of the policy that starts
-        # it are not needed here: they are l in phase 7.
+        # 4. Log-probs that stay fixed while the policy changes. With one update a step, those of the policy that starts
+        # it are not needed here: they are l in phase 6.
         if num_updates > 1 and args.proximal_policy == "recomputed":
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             run.may_stop_after("old_log_prob")
@@ -143,7 +131,7 @@ def main(args: Args) -> dict[str, float]:
             run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
-        # 6. Advantages: how much better than its group was each response? All its tokens get this number. Only scored
+        # 5. Advantages: how much better than its group was each response? All its tokens get this number. Only scored
         # responses count; a group with only one has mean 0 and standard deviation 1.
         mean, std = advantages.group_mean_std(scores_PG)  # (P, 1)
         advantages_PG = ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
@@ -151,8 +139,8 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
         run.may_stop_after("adv")
 
-        # 7. Updates: one for each mini-batch; its micro-batches only save memory.
-        lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
+        # 6. Updates: one for each mini-batch; its micro-batches only save memory.
+        lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
         for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
@@ -208,12 +196,11 @@ def main(args: Args) -> dict[str, float]:
         # === end ======================================================================================================
 
         # Held-out prompts were answered beside all this, by the weights that the step began with.
-        if run.evaluation_is_due():
-            run.evaluate(partial(samplers.evaluate, args.validation))
+        run.evaluate_if_due(samplers.evaluate)
 
-        # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
+        # 7. Report: losses are means over updates, other metrics means over all tokens of all ranks.
         step_metrics = {
-            **metrics.of_sampled(responses, rows, args.rollout_n),
+            **metrics.of_sampled(responses, args.rollout_n),
             **metrics.describe("critic/rewards", scores_PG),
             **metrics.describe("critic/advantages", advantages_PG[scores_PG.isfinite()]),
             **metrics.of_norms(norms),
@@ -222,13 +209,12 @@ def main(args: Args) -> dict[str, float]:
             "actor/lr": lr,
         }
         run.log_step(step_metrics, responses=responses, batch=batch)
-        run.log_samples(own_samples, own_scores, batch)
 
-    samplers.push(total_steps, weights_for_engine(policy, ranks))
+    samplers.push(task.total_steps, weights_for_engine(policy, ranks))
     if run.evaluation_is_due():  # of the last policy
-        samplers.start_evaluation(val_rows, args.validation)
-        run.evaluate(partial(samplers.evaluate, args.validation))
-    return run.close(scorer, samplers)
+        samplers.start_evaluation()
+        run.evaluate_if_due(samplers.evaluate)
+    return run.close(task.scorer, samplers)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@
 Decoupled Clip and Dynamic sAmpling Policy Optimization (DAPO, arXiv 2503.14476). Group, advantage, ratio and loss are
 those of train_grpo.py, without a KL term. What changes, with s_i the score and L_i the length of response i:
 
-    clip-higher         the ratio may rise further than fall: clip(ratio_it, 1 - 0.2, 1 + 0.28)           phase 7
+    clip-higher         the ratio may rise further than fall: clip(ratio_it, 1 - 0.2, 1 + 0.28)           phase 5
     dynamic sampling    a group with equal scores has advantage 0, so others are sampled until
-                        P groups have max s_i > min s_i                                                   phases 1 to 3
-    token-level loss    the mean is over all tokens of a mini-batch, as in train_grpo.py already          phase 7
+                        P groups have max s_i > min s_i                                                   phase 1
+    token-level loss    the mean is over all tokens of a mini-batch, as in train_grpo.py already          phase 5
     overlong responses  reward r_i = s_i - factor * max(0, (L_i - free) / buffer): the last tokens
-                        before the limit cost more and more; free + buffer = limit                        phase 6
+                        before the limit cost more and more; free + buffer = limit                        phase 4
                         with --overlong-filtering a response cut at the limit is not learned from         phase 4
 
 Where this departs from the paper: 1. groups sampled beyond the batch wait for the next step instead of being thrown
@@ -23,31 +23,25 @@ Shapes are those of train_grpo.py. docs/train_dapo.md explains the four changes 
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from extras.correction import Correction
+from extras.partial import loaded_groups, saved_groups
 from extras.variants import components_of, require_components
 from rl.data.batching import make_batch
-from rl.data.order import ByIndex, prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, Free, NotNegative, Positive
 from rl.formulas import advantages, losses, schedule
-from rl.model.load import load_model, weights_for_engine
+from rl.model.load import load_model
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
-from rl.run.task import load_task
-from rl.sampling import waiting_groups
-from rl.sampling.engines import make_engine
-from rl.sampling.evaluation import evaluate
-from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import check_engine, gather_responses, lengths_of, scores_of
-from rl.scoring.pool import raise_if_failing
+from rl.run.task import load_task, open_sampler
+from rl.sampling.rollout import lengths_of, scores_of
 
 
 @dataclass(frozen=True)
@@ -116,45 +110,40 @@ def main(args: Args) -> dict[str, float]:
     """Train with DAPO; returns the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     validate(args)
-    tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args)
+    task = load_task(args)
     round_size = args.gen_batch_size or args.train_batch_size  # prompts
-    if round_size > (n := len(train_rows)):
+    if round_size > (n := len(task.train_rows)):
         raise ValueError(f"--gen-batch-size {round_size} is more than the {n} rows of the training data; lower it")
-    require_components(scorer, [args.filter_groups_metric], flag="--filter-groups-metric")
-    rows_by_index = ByIndex(train_rows)
+    require_components(task.scorer, [args.filter_groups_metric], flag="--filter-groups-metric")
+    task = task._replace(batch_size=round_size)
     buffer = args.max_response_length // 5 if args.overlong_buffer_len is None else args.overlong_buffer_len
     scale = args.loss_scale_factor or args.max_response_length  # for --loss-agg-mode seq-mean-token-sum-norm
     mini_batch_size = args.ppo_mini_batch_size or math.ceil(args.train_batch_size / 4)  # prompts
-    num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # optimizer steps in a step
 
-    run = Run(args, tokenizer, total_steps)
-    ranks, longest = run.ranks, args.longest
+    run = Run(args, task.tokenizer, task.total_steps)
+    ranks, longest, sampling = run.ranks, task.longest, task.sampling
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
-    engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
+    sampler = open_sampler(args, task, run)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    run.begin({"actor": (policy, optimizer)}, engine=engine, scorer=scorer)
-    in_flight = InFlight(args.decoding, train_rows, round_size, ranks, run.states, args.seed)
+    run.begin({"actor": (policy, optimizer)}, sampler)
     drawn = run.state.get("drawn", 0)  # rounds of sampling since the run began
-    surplus = [state.get("surplus", []) for state in run.states]  # groups of earlier steps; [] in a new run
-    waiting = waiting_groups.from_states(surplus, rows_by_index, args.rollout_n, ranks)
-    held_out = partial(evaluate, engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
+    # Groups of earlier steps; none in a new run.
+    waiting = loaded_groups([x.get("surplus", []) for x in run.states], task.train_rows, args.rollout_n, ranks)
 
     def loop_state() -> dict[str, Any]:
-        return {"drawn": drawn, "surplus": waiting_groups.to_state(waiting)} | in_flight.state()
+        return {"drawn": drawn, "surplus": saved_groups(waiting)} | sampler.state()
 
     # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
     # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
     for step in run.steps(loop_state):
-        # Give the engine the policy's weights. It keeps them until the batch is full.
-        engine.wake()
-        engine.update_weights(weights_for_engine(policy, ranks))
-        run.may_stop_after("update_weights")
-        if run.evaluation_is_due():
-            run.evaluate(held_out)
+        run.evaluate_if_due(sampler.evaluate, policy)
 
-        # Dynamic sampling: phases 1 to 3 are a round, and rounds go on until P groups are kept.
-        groups, num_rounds = waiting, 0  # a group is a list of G responses
-        sampled, own_samples, own_scores = [], [], []  # sampled: the groups of this step, kept or not
+        # 1. Dynamic sampling: each round samples G responses to each prompt and waits for their scores. Rounds go on
+        # until P groups are kept. The engine has the policy's weights so long. The run ends if the trainer's log-probs
+        # of a few responses differ too much from the engine's. All ranks get the scores and lengths; tokens stay on the
+        # rank that sampled them until phase 2.
+        sampler.wake(policy)
+        groups, sampled, num_rounds = waiting, [], 0  # groups: lists of G responses; sampled: in this step, kept or not
         while len(groups) < args.train_batch_size:
             if num_rounds == args.max_num_gen_batches:
                 raise RuntimeError(
@@ -162,19 +151,8 @@ def main(args: Args) -> dict[str, float]:
                     f"rounds, and {len(groups)} are kept, fewer than --train-batch-size {args.train_batch_size}; "
                     "the data is too easy or too hard, or the bound too low"
                 )
-            # 1. Prompts: a pure function of (seed, round), so that a resumed run sees what the unbroken one would have.
-            rows = prompts_for_step(train_rows, drawn, round_size, args.seed, ahead=in_flight.ahead)
-
-            # 2. Rollouts: sample G responses to each prompt.
-            rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=drawn)
-            run.may_stop_after("gen")
-
-            # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get
-            # the scores and lengths of the round; tokens stay on the rank that sampled them until phase 4.
-            own_scores = scorer.collect(tickets)
-            run.may_stop_after("reward")
-            responses = gather_responses(own_samples, own_scores, rows, ranks)
-            raise_if_failing(responses, args.rewards.reward_max_error_frac)
+            # Prompts are a pure function of (seed, round): a resumed run sees what the unbroken one would have seen.
+            responses = sampler.sample(policy, drawn, stays_awake=True)
             fresh = [responses[i : i + args.rollout_n] for i in range(0, len(responses), args.rollout_n)]
             # A group carries a signal if the scores in it differ; a response without a score (NaN) does not count.
             values_PG = components_of(responses, [args.filter_groups_metric]).view(-1, args.rollout_n)
@@ -182,15 +160,11 @@ def main(args: Args) -> dict[str, float]:
             kept = [x for x, differs in zip(fresh, has_spread, strict=True) if differs or not args.filter_groups]
             groups, sampled = groups + kept, sampled + fresh
             drawn, num_rounds = drawn + 1, num_rounds + 1
-            run.may_stop_after("reward")
         groups, waiting = groups[: args.train_batch_size], groups[args.train_batch_size :]
         run.may_stop_after("gen")
-        engine.sleep()
-        # The trainer computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
-        check_engine(policy, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
-        run.may_stop_after("verify")
+        sampler.sleep(policy)
 
-        # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
+        # 2. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
         # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
         responses = [r for group in groups for r in group]  # B
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
@@ -203,18 +177,19 @@ def main(args: Args) -> dict[str, float]:
             mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
-            version=engine.policy_version,
+            version=sampler.version,
         )  # (b, T)
+        num_updates = len(updates) * args.ppo_epochs
         run.may_stop_after("batch")
 
-        # 5. Log-probs that stay fixed while the policy changes: by the policy that starts the step. With one update a
+        # 3. Log-probs that stay fixed while the policy changes: by the policy that starts the step. With one update a
         # step they are not needed: then the policy has not changed yet.
         if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             run.may_stop_after("old_log_prob")
 
         # === algorithm ================================================================================================
-        # 6. Advantages: how much better than its group was each response, once long ones have paid?
+        # 4. Advantages: how much better than its group was each response, once long ones have paid?
         rewards_PG = scores_PG
         if buffer:  # overlong punishment: from 0 at `free` tokens to the whole factor at the limit
             free = args.max_response_length - buffer
@@ -225,8 +200,8 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
         run.may_stop_after("adv")
 
-        # 7. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
-        lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
+        # 5. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
+        lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
         for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
@@ -269,10 +244,10 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
+        # 6. Report: losses are means over updates, other metrics means over all tokens of all ranks.
         judged = [r for group in sampled or groups for r in group]  # kept or not
         step_metrics = {
-            **metrics.of_sampled(judged, [rows_by_index[i] for i in {r.row_index for r in judged}], args.rollout_n),
+            **metrics.of_sampled(judged, args.rollout_n),
             **metrics.of_lengths(responses),  # of those that it has learned from
             **metrics.describe("critic/rewards", rewards_PG),
             **metrics.describe("critic/advantages", advantages_PG[scores_PG.isfinite()]),
@@ -285,13 +260,9 @@ def main(args: Args) -> dict[str, float]:
         }
         generated = sum(r.num_sampled for group in sampled for r in group)
         run.log_step(step_metrics, responses=responses, batch=batch, generated=generated)
-        run.log_samples(own_samples, own_scores, batch)
 
-    if run.evaluation_is_due():  # of the last policy
-        engine.wake()
-        engine.update_weights(weights_for_engine(policy, ranks))
-        run.evaluate(held_out)
-    return run.close(scorer, engine)
+    run.evaluate_if_due(sampler.evaluate, policy)  # the last policy
+    return run.close(sampler)
 
 
 if __name__ == "__main__":

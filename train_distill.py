@@ -33,22 +33,17 @@ import torch
 
 from extras.distillation import Teacher, add_teacher, check_teacher, load_teacher, token_distances
 from rl.data.batching import make_batch
-from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive, Share, TopK
 from rl.formulas import advantages, distillation, losses, schedule
-from rl.model.load import load_model, weights_for_engine
+from rl.model.load import load_model
 from rl.model.logprobs import fixed_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
-from rl.run.task import load_task
-from rl.sampling.engines import make_engine
-from rl.sampling.evaluation import evaluate
-from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import check_engine, gather_responses, scores_of
-from rl.scoring.pool import raise_if_failing
+from rl.run.task import load_task, open_sampler
+from rl.sampling.rollout import scores_of
 
 # --loss-mode -> function: log-probs of K tokens by student and teacher (R, K), beta -> distance (R,). With p_S and p_T
 # their probabilities, KL(p, q) = sum over the K tokens of p (log p - log q). None: no distance, the advantage above.
@@ -119,52 +114,34 @@ def main(args: Args) -> dict[str, float]:
     """Distill; returns the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     validate(args)
-    tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args)
-    distance_of, longest = DISTANCES[args.loss_mode], args.longest
+    task = load_task(args)
+    distance_of, longest = DISTANCES[args.loss_mode], task.longest
     top_k = 0 if distance_of is None else args.distill_top_k
-    check_teacher(args.teacher, tokenizer, student=args.model, longest=longest, top_k=top_k)
+    check_teacher(args.teacher, task.tokenizer, student=args.model, longest=longest, top_k=top_k)
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
     num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # optimizer steps in a step
 
-    run = Run(args, tokenizer, total_steps)
-    ranks = run.ranks
+    run = Run(args, task.tokenizer, task.total_steps)
+    ranks, sampling = run.ranks, task.sampling
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
-    engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
+    sampler = open_sampler(args, task, run)
     teacher = load_teacher(args.teacher, ranks, run.memory, student=args.model, longest=longest)  # empty: a server
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     visiting = teacher if args.teacher.teacher_offload else None  # on the device only while it is asked
-    run.begin({"actor": (policy, optimizer)}, engine=engine, scorer=scorer, visiting=visiting)
-    in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
-    held_out = partial(evaluate, engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
+    run.begin({"actor": (policy, optimizer)}, sampler, visiting=visiting)
 
     # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
     # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
-    for step in run.steps(in_flight.state):
-        # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
-        rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed, ahead=in_flight.ahead)  # P
+    for step in run.steps(sampler.state):
+        run.evaluate_if_due(sampler.evaluate, policy)
 
-        # 2. Rollouts: give the engine the policy's weights, and sample G responses to each prompt. Then the trainer
-        # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
-        engine.wake()
-        engine.update_weights(weights_for_engine(policy, ranks))
-        run.may_stop_after("update_weights")
-        if run.evaluation_is_due():
-            run.evaluate(held_out)
-        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
-        run.may_stop_after("gen")
-        engine.sleep()
-        check_engine(policy, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
-        run.may_stop_after("verify")
-
-        # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
-        # scores and lengths of the whole step; tokens stay on the rank that sampled them until phase 4.
-        own_scores = scorer.collect(tickets)
-        run.may_stop_after("reward")
-        responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
-        raise_if_failing(responses, args.rewards.reward_max_error_frac)
+        # 1. Sample: the engine gets the student's weights, and samples G responses to each prompt. The run ends if the
+        # trainer's log-probs of a few of them differ too much from the engine's. All ranks get the scores and lengths
+        # of the whole step; tokens stay on the rank that sampled them until phase 2.
+        responses = sampler.sample(policy, step)  # B
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
 
-        # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
+        # 2. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
         # and send each rank the tokens that it trains on. The teacher also judges responses without a score, but for
         # conversations whose environment has failed.
         batch, updates = make_batch(
@@ -173,11 +150,11 @@ def main(args: Args) -> dict[str, float]:
             mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
-            version=engine.policy_version,
+            version=sampler.version,
         )  # (b, T)
         run.may_stop_after("batch")
 
-        # 5. Log-probs that stay fixed while the student changes: by the student that starts the step, and by the
+        # 3. Log-probs that stay fixed while the student changes: by the student that starts the step, and by the
         # teacher (ref_logp of the sampled tokens; for a distance also top_ids and top_logp (b, T, K) of its most likely
         # tokens). With one update a step the first are not needed: then the student has not changed yet.
         if num_updates > 1:
@@ -188,10 +165,10 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
-        # 6. Advantages: how much more likely was each token to the teacher than to the student that sampled it? With
+        # 4. Advantages: how much more likely was each token to the teacher than to the student that sampled it? With
         # --reward-coef all tokens of a response also get its advantage of GRPO.
         of_tokens = args.distillation_loss_coef * (batch.ref_logp - batch.rollout_logp)  # (b, T)
-        if distance_of is not None:  # the distance joins the loss in phase 7 instead
+        if distance_of is not None:  # the distance joins the loss in phase 5 instead
             of_tokens = torch.zeros_like(of_tokens)
         mean, std = advantages.group_mean_std(scores_PG)  # (P, 1), of scored responses; 0 and 1 if only one is scored
         of_responses_PG = args.reward_coef * ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # 0 without a score
@@ -199,8 +176,8 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, advantages=both)  # (b, T)
         run.may_stop_after("adv")
 
-        # 7. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
-        lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
+        # 5. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
+        lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
         for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
@@ -249,22 +226,18 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
+        # 6. Report: losses are means over updates, other metrics means over all tokens of all ranks.
         step_metrics = {
-            **metrics.of_sampled(responses, rows, args.rollout_n),
+            **metrics.of_sampled(responses, args.rollout_n),
             **metrics.describe_tokens("critic/advantages", batch.advantages, batch.response_mask, ranks),
             **metrics.of_norms(norms),
             **means.reduce(),
             "actor/lr": lr,
         }
         run.log_step(step_metrics, responses=responses, batch=batch)
-        run.log_samples(own_samples, own_scores, batch)
 
-    if run.evaluation_is_due():  # of the last policy
-        engine.wake()
-        engine.update_weights(weights_for_engine(policy, ranks))
-        run.evaluate(held_out)
-    return run.close(scorer, engine)
+    run.evaluate_if_due(sampler.evaluate, policy)  # the last policy
+    return run.close(sampler)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ explains more.
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -37,22 +36,20 @@ import torch.nn.functional as F
 from extras.demonstrations import add_given, read_comparisons, with_given
 from extras.implicit_rewards import pair_metrics
 from rl.data.batching import make_batch
-from rl.data.order import prompts_for_step
-from rl.data.types import take_rows
+from rl.data.rows import Row
+from rl.data.types import Sample, take_rows
 from rl.flags import AtLeast1, Count, Few, NotNegative, Positive, Share
 from rl.formulas import preference, schedule
-from rl.model.load import load_model, load_reference, weights_for_engine
+from rl.model.load import load_model, load_reference
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
 from rl.run.arguments import LoggingRL, RLBase, parse
 from rl.run.run import Run
-from rl.run.task import load_task
-from rl.sampling.engines import make_engine
-from rl.sampling.evaluation import evaluate
-from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import check_engine, gather_responses, scores_of
-from rl.scoring.pool import raise_if_failing
+from rl.run.task import load_task, open_sampler
+from rl.sampling.rollout import scores_of
+from rl.sampling.sampler import Sampler
+from rl.scoring.pool import Ticket
 
 # The loss of each pair, (N,). h_w, h_l (N,): log-ratios of the chosen and the rejected response; T_w, T_l (N,): their
 # tokens; k_w, k_l: means of h_w and of h_l over all pairs of the step, by the policy that begins it.
@@ -130,66 +127,56 @@ def check_pairs(args: Args) -> None:
         raise ValueError(f"--label-smoothing {args.label_smoothing} must be below 0.5, and is of --loss-type dpo")
 
 
+class Offline(Sampler):
+    """Samples nothing: the data has the responses."""
+
+    def complete_groups(self, step: int) -> tuple[list[Row], list[Sample], list[Ticket]]:
+        """The prompts of a step, and no samples."""
+        return self.prompts(step), [], []
+
+
 def main(args: Args) -> dict[str, float]:
     """Train on pairs; returns the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     check_pairs(args)
     read_train = read_comparisons if args.offline else None
-    tokenizer, train_rows, val_rows, scorer, sampling, envs, _ = load_task(args, read_train=read_train)
+    task = load_task(args, read_train=read_train)
     # Each row gets "given", the responses that the data has: chosen and rejected, or the solution, or none.
     solution = [f"extra_info.{args.solution_key}"] if args.pairs == "solution" else []
     columns = ["chosen", "rejected"] if args.offline else solution
-    train_rows = add_given(train_rows, tokenizer, columns, args.max_response_length, args.data.filter_overlong_prompts)
+    drops_overlong = args.data.filter_overlong_prompts
+    train_rows = add_given(task.train_rows, task.tokenizer, columns, args.max_response_length, drops_overlong)
     total_steps = args.data.count_steps(len(train_rows), args.train_batch_size)  # of the rows that are left
+    task = task._replace(train_rows=train_rows, total_steps=total_steps)
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
     num_mini_batches = math.ceil(args.train_batch_size / mini_batch_size)  # of a step
 
-    run = Run(args, tokenizer, total_steps)
-    ranks, longest = run.ranks, args.longest
+    run = Run(args, task.tokenizer, task.total_steps)
+    ranks, longest, sampling = run.ranks, task.longest, task.sampling
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
-    engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
+    sampler = open_sampler(args, task, run, Offline if args.offline else None)
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     saved = {"actor": (policy, optimizer)}
     saved |= {"reference": (reference, None)} if args.ref_update_steps else {}  # it changes, without an optimizer
-    run.begin(saved, engine=engine, scorer=scorer)
-    in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
-    held_out = partial(evaluate, engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
+    run.begin(saved, sampler)
 
     # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
     # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
-    for step in run.steps(in_flight.state):
-        # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
-        rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed, ahead=in_flight.ahead)  # P
-        asked = [] if args.offline else rows  # prompts that the policy answers; offline none
+    for step in run.steps(sampler.state):
+        run.evaluate_if_due(sampler.evaluate, policy)
 
-        # 2. Rollouts: give the engine the policy's weights, and sample responses to each prompt. Then the trainer
-        # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
-        engine.wake()
-        engine.update_weights(weights_for_engine(policy, ranks))
-        run.may_stop_after("update_weights")
-        if run.evaluation_is_due():
-            run.evaluate(held_out)
-        asked, own_samples, tickets = in_flight.sample(engine, asked, sampling, scorer.submit, envs, step=step)
-        rows = asked or rows
-        run.may_stop_after("gen")
-        engine.sleep()
-        check_engine(policy, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
-        run.may_stop_after("verify")
+        # 1. Sample: the engine gets the policy's weights, and samples responses to each prompt, offline none. The run
+        # ends if the trainer's log-probs of a few of them differ too much from the engine's. All ranks get the scores
+        # and lengths of the whole step; tokens stay on the rank that sampled them until phase 2.
+        sampled = sampler.sample(policy, step)
 
-        # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
-        # scores and lengths of the whole step; tokens stay on the rank that sampled them until phase 4.
-        own_scores = scorer.collect(tickets)
-        run.may_stop_after("reward")
-        sampled = gather_responses(own_samples, own_scores, asked, ranks)  # rollout_n to each prompt; offline none
-        raise_if_failing(sampled, args.rewards.reward_max_error_frac)
-
-        # 4. Pairs and batch. A prompt has G responses: first those that the data gives, then the sampled ones. A given
+        # 2. Pairs and batch. A prompt has G responses: first those that the data gives, then the sampled ones. A given
         # response has the score 1 if it is the chosen one or the solution, and 0 if it is the rejected one. A response
         # may be in several pairs. A step in which the responses to every prompt score the same has no pair: it makes no
         # update. Both rows of a pair are in the same micro-batch.
-        responses = with_given(rows, sampled, ranks)  # P * G
-        scores_PG = scores_of(responses).view(len(rows), -1)  # (P, G), NaN for a response without a score
+        responses = with_given(sampler.rows, sampled, ranks)  # P * G
+        scores_PG = scores_of(responses).view(len(sampler.rows), -1)  # (P, G), NaN for a response without a score
         pairs = PAIRS[args.pairs](scores_PG, args.pair_margin)  # (N, 2): places in `responses` of chosen and rejected
         paired = [responses[i] for i in pairs.flatten().tolist()]  # 2N: chosen, rejected, chosen, ...
         batch, updates = make_batch(
@@ -202,14 +189,14 @@ def main(args: Args) -> dict[str, float]:
         )  # (b, T)
         run.may_stop_after("batch")
 
-        # 5. Log-probs of the reference, which stay fixed. With self-play the policy may become the reference first.
+        # 3. Log-probs of the reference, which stay fixed. With self-play the policy may become the reference first.
         if args.ref_update_steps and step > 0 and step % args.ref_update_steps == 0:
             run.refresh(reference, policy)
         batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, sampling=sampling))
         run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
-        # 6. For KTO alone: k_w and k_l, how far the policy has moved from the reference when the step begins.
+        # 4. For KTO alone: k_w and k_l, how far the policy has moved from the reference when the step begins.
         k = torch.zeros(2)
         if args.loss_type == "kto_pair" and len(pairs):
             old_logp = fixed_logprobs(policy, batch, updates, sampling=sampling)
@@ -217,8 +204,8 @@ def main(args: Args) -> dict[str, float]:
             run.may_stop_after("old_log_prob")
         k_w, k_l = k.to(ranks.device)
 
-        # 7. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
-        lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
+        # 5. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
+        lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=len(updates) * args.ppo_epochs), []
         for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
@@ -254,9 +241,9 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # 8. Report: losses are means over updates, other metrics means over all pairs, or their tokens, of all ranks.
+        # 6. Report: losses are means over updates, other metrics means over all pairs, or their tokens, of all ranks.
         step_metrics = {
-            **metrics.of_sampled(sampled, rows, args.rollout_n),
+            **metrics.of_sampled(sampled, args.rollout_n),
             **metrics.of_norms(norms),
             **means.reduce(),
             "train/num_pairs": float(len(pairs)),
@@ -264,13 +251,9 @@ def main(args: Args) -> dict[str, float]:
         }
         generated = sum(r.num_sampled for r in sampled)
         run.log_step(step_metrics, tokens=sum(r.num_tokens for r in paired), generated=generated)
-        run.log_samples(own_samples, own_scores)
 
-    if run.evaluation_is_due():  # of the last policy
-        engine.wake()
-        engine.update_weights(weights_for_engine(policy, ranks))
-        run.evaluate(held_out)
-    return run.close(scorer, engine)
+    run.evaluate_if_due(sampler.evaluate, policy)  # the last policy
+    return run.close(sampler)
 
 
 if __name__ == "__main__":

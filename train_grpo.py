@@ -26,28 +26,22 @@ docs/train_grpo.md explains all of this in more detail, docs/architecture.md wha
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
 
 from rl.data.batching import make_batch
-from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive
 from rl.formulas import advantages, schedule
-from rl.model.load import load_model, load_reference, weights_for_engine
+from rl.model.load import load_model, load_reference
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
-from rl.run.task import load_task
-from rl.sampling.engines import make_engine
-from rl.sampling.evaluation import evaluate
-from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import check_engine, gather_responses, scores_of
-from rl.scoring.pool import raise_if_failing
+from rl.run.task import load_task, open_sampler
+from rl.sampling.rollout import scores_of
 
 
 @dataclass(frozen=True)
@@ -84,68 +78,44 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
 def main(args: Args) -> dict[str, float]:
     """Train with GRPO; returns the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
-    tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args)
-    mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
-    num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # in a step
-
-    run = Run(args, tokenizer, total_steps)  # joins the ranks, and takes the run's folder
-    ranks, longest = run.ranks, args.longest
+    task = load_task(args)
+    run = Run(args, task.tokenizer, task.total_steps)  # joins the ranks, and takes the run's folder
+    ranks, longest, sampling = run.ranks, task.longest, task.sampling
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
-    engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
+    sampler = open_sampler(args, task, run)  # with the engine, which is asleep while the policy learns
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.use_kl_loss else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     # Loads a checkpoint if the run has one, tries out the largest micro-batch, and starts the trackers.
-    run.begin({"actor": (policy, optimizer)}, engine=engine, scorer=scorer)
-    in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
-    held_out = partial(evaluate, engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
+    run.begin({"actor": (policy, optimizer)}, sampler)
 
-    # Before each step a checkpoint is saved, if --save-freq says so, with what in_flight carries from step to step. At
-    # run.may_stop_after(phase) a phase of the step ends, whose seconds become a metric. There, and between two
+    # Before each step a checkpoint is saved, if --save-freq says so, with what the sampler carries from step to step.
+    # At run.may_stop_after(phase) a phase of the step ends, whose seconds become a metric. There, and between two
     # micro-batches, a run that was asked to stop by SIGTERM, Ctrl-C or --max-hours saves the state with which the step
     # began and exits. A step that has changed the weights is made to its end first.
-    for step in run.steps(in_flight.state):
-        # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
-        rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed, ahead=in_flight.ahead)  # P
+    for step in run.steps(sampler.state):
+        run.evaluate_if_due(sampler.evaluate, policy)  # responses to held-out prompts, every --test-freq steps
 
-        # 2. Rollouts: wake the engine, give it the policy's weights, whose number is policy_version, and sample G
-        # responses to each prompt of this rank. With --tools or an --environment (envs) a response is a conversation of
-        # several turns. With --partial-rollouts (in_flight) more than P prompts are sampled: the step gets the first P
-        # that are complete, and the others go on in the next one. Then the trainer computes log-probs of a few
-        # responses; if the engine's differ too much, the run ends.
-        engine.wake()
-        engine.update_weights(weights_for_engine(policy, ranks))
-        run.may_stop_after("update_weights")
-        if run.evaluation_is_due():
-            run.evaluate(held_out)
-        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
-        run.may_stop_after("gen")
-        engine.sleep()
-        check_engine(policy, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
-        run.may_stop_after("verify")
+        # 1. Sample: the engine gets the policy's weights, and samples G responses to each of the step's P prompts. The
+        # prompts are a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
+        # The trainer computes the log-probs of a few responses; if the engine's differ too much, the run ends. Other
+        # processes score the responses by --custom-reward-function, or by the function of the data source in rewards/.
+        # All ranks get the scores and lengths; tokens stay on the rank that sampled them until phase 2.
+        responses = sampler.sample(policy, step)  # B
 
-        # 3. Rewards: other processes call the function of --custom-reward-function, or that of the data source in
-        # rewards/, as soon as a group is complete; a ticket stands for its scores. Then all ranks get the scores and
-        # lengths of the whole step; tokens stay on the rank that sampled them until phase 4.
-        own_scores = scorer.collect(tickets)
-        run.may_stop_after("reward")
-        responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
-        raise_if_failing(responses, args.rewards.reward_max_error_frac)
-        scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
-
-        # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
+        # 2. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
         # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
         batch, updates = make_batch(
             responses,
-            trainable=scores_PG.isfinite().flatten(),
-            mini_batch_size=mini_batch_size * args.rollout_n,
+            mini_batch_size=(args.ppo_mini_batch_size or args.train_batch_size) * args.rollout_n,
             max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
-            version=engine.policy_version,
+            version=sampler.version,
         )  # (b, T)
+        num_updates = len(updates) * args.ppo_epochs
         run.may_stop_after("batch")
 
-        # 5. Log-probs that stay fixed while the policy changes. l_old is computed by the trainer, since the engine's
-        # log-probs are not quite the same. With one update a step it is not needed here: then l_old is l in phase 7.
+        # 3. Log-probs that stay fixed while the policy changes. l_old is computed by the trainer, since the engine's
+        # log-probs are not quite the same. With one update a step it is not needed here: then l_old is l in phase 5.
         if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             run.may_stop_after("old_log_prob")
@@ -154,16 +124,17 @@ def main(args: Args) -> dict[str, float]:
             run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
-        # 6. Advantages: how much better than its group was each response? All its tokens get this number. Only scored
+        # 4. Advantages: how much better than its group was each response? All its tokens get this number. Only scored
         # responses count; a group with only one has mean 0 and standard deviation 1.
+        scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
         mean, std = advantages.group_mean_std(scores_PG)  # (P, 1)
         advantages_PG = ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
         # batch.rows (b,): which of the B responses this rank trains on.
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
         run.may_stop_after("adv")
 
-        # 7. Updates: one for each mini-batch; its micro-batches only save memory.
-        lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
+        # 5. Updates: one for each mini-batch; its micro-batches only save memory.
+        lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
         for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
@@ -208,9 +179,9 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
+        # 6. Report: losses are means over updates, other metrics means over all tokens of all ranks.
         step_metrics = {
-            **metrics.of_sampled(responses, rows, args.rollout_n),
+            **metrics.of_sampled(responses, args.rollout_n),
             **metrics.describe("critic/rewards", scores_PG),
             **metrics.describe("critic/advantages", advantages_PG[scores_PG.isfinite()]),
             **metrics.of_norms(norms),
@@ -218,13 +189,9 @@ def main(args: Args) -> dict[str, float]:
             "actor/lr": lr,
         }
         run.log_step(step_metrics, responses=responses, batch=batch)
-        run.log_samples(own_samples, own_scores, batch)
 
-    if run.evaluation_is_due():  # of the last policy
-        engine.wake()
-        engine.update_weights(weights_for_engine(policy, ranks))
-        run.evaluate(held_out)
-    return run.close(scorer, engine)
+    run.evaluate_if_due(sampler.evaluate, policy)  # the last policy
+    return run.close(sampler)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ numbers. It is for comparing the members of the family. They differ in a few fun
     KL term in the loss         --use-kl-loss, --kl-loss-type, --ref-update-steps               losses.py, kl
     KL term in the reward       --use-kl-in-reward, --kl-penalty, --kl-ctrl-type                losses.py, kl
     tokens to learn from        --top-entropy-quantile   extras/variants/
-    entropy bonus               --entropy-coeff          one line of phase 7
+    entropy bonus               --entropy-coeff          one line of phase 5
 
 Each function there has its formula and its paper. To build on one member, copy train_grpo.py and write its lines there.
 Shapes: P prompts a step, G responses to each, B = P * G, b of them on this rank; tensors of tokens are (b, T), and
@@ -33,22 +33,18 @@ from extras.agents import returns_by_turn
 from extras.kl_terms import KLTerms
 from extras.variants import RULES, TokenSelection, choose_tokens, components_of, require_components
 from rl.data.batching import make_batch
-from rl.data.order import derive_seed, prompts_for_step
+from rl.data.order import derive_seed
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive
 from rl.formulas import advantages, losses, schedule
-from rl.model.load import load_model, load_reference, weights_for_engine
+from rl.model.load import load_model, load_reference
 from rl.model.logprobs import fixed_entropies, fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
-from rl.run.task import load_task
-from rl.sampling.engines import make_engine
-from rl.sampling.evaluation import evaluate
-from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import check_engine, gather_responses, lengths_of, scores_of
-from rl.scoring.pool import raise_if_failing
+from rl.run.task import load_task, open_sampler
+from rl.sampling.rollout import lengths_of, scores_of
 
 # --adv-estimator -> function: rewards (P, G), lengths (P, G), flags and parts of gdpo -> advantages (P, G)
 ADVANTAGES = {
@@ -155,68 +151,49 @@ def main(args: Args) -> dict[str, float]:
     """Train with a member of GRPO's family; returns the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     validate(args)
-    tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args)
-    require_components(scorer, args.gdpo_reward_keys, flag="--gdpo-reward-keys")
+    task = load_task(args)
+    require_components(task.scorer, args.gdpo_reward_keys, flag="--gdpo-reward-keys")
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
     num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # optimizer steps in a step
 
-    run = Run(args, tokenizer, total_steps)
-    ranks, longest = run.ranks, args.longest
+    run = Run(args, task.tokenizer, task.total_steps)
+    ranks, longest, sampling = run.ranks, task.longest, task.sampling
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
-    engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
+    sampler = open_sampler(args, task, run)
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.kl.is_used else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     refreshed = {"reference": (reference, None)} if args.kl.ref_update_steps else {}  # it changes, without an optimizer
-    run.begin({"actor": (policy, optimizer)} | refreshed, engine=engine, scorer=scorer)
-    in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
+    run.begin({"actor": (policy, optimizer)} | refreshed, sampler)
     kl_coef = args.kl.first_coef(run.state)
-    held_out = partial(evaluate, engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
 
     def loop_state() -> dict[str, Any]:
-        return {"kl_coef": kl_coef} | in_flight.state()
+        return {"kl_coef": kl_coef} | sampler.state()
 
     # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
     # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
     for step in run.steps(loop_state):
-        # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
-        rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed, ahead=in_flight.ahead)  # P
+        run.evaluate_if_due(sampler.evaluate, policy)
 
-        # 2. Rollouts: give the engine the policy's weights, and sample G responses to each prompt. Then the trainer
-        # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
-        engine.wake()
-        engine.update_weights(weights_for_engine(policy, ranks))
-        run.may_stop_after("update_weights")
-        if run.evaluation_is_due():
-            run.evaluate(held_out)
-        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
-        run.may_stop_after("gen")
-        engine.sleep()
-        check_engine(policy, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
-        run.may_stop_after("verify")
-
-        # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
-        # scores and lengths of the whole step; tokens stay on the rank that sampled them until phase 4.
-        own_scores = scorer.collect(tickets)
-        run.may_stop_after("reward")
-        responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
-        raise_if_failing(responses, args.rewards.reward_max_error_frac)
+        # 1. Sample: the engine gets the policy's weights, and samples G responses to each prompt. The run ends if the
+        # trainer's log-probs of a few of them differ too much from the engine's. All ranks get the scores and lengths
+        # of the whole step; tokens stay on the rank that sampled them until phase 2.
+        responses = sampler.sample(policy, step)  # B
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
         lengths_PG = lengths_of(responses).view(-1, args.rollout_n)
 
-        # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
+        # 2. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
         # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
         batch, updates = make_batch(
             responses,
-            trainable=scores_PG.isfinite().flatten(),
             mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
             shuffle_seed=derive_seed(args.seed, step) if args.shuffle_mini_batches else None,
-            version=engine.policy_version,
+            version=sampler.version,
         )  # (b, T)
         run.may_stop_after("batch")
 
-        # 5. Log-probs that stay fixed while the policy changes: by the policy that starts the step, and by the
+        # 3. Log-probs that stay fixed while the policy changes: by the policy that starts the step, and by the
         # reference. With one update a step, only a KL in the reward, clip_cov and kl_cov need the first.
         if num_updates > 1 or args.kl.use_kl_in_reward or args.loss_mode in RULES:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
@@ -228,7 +205,7 @@ def main(args: Args) -> dict[str, float]:
             run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
-        # 6. Advantages: how much better than its group was each response? All its tokens get this number.
+        # 4. Advantages: how much better than its group was each response? All its tokens get this number.
         rewards_PG, kl_metrics = scores_PG, {}
         if args.kl.use_kl_in_reward:  # the reward is the score less kl_coef * KL(policy, reference) of the response
             token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl.kl_penalty) * batch.response_mask  # (b, T)
@@ -243,7 +220,7 @@ def main(args: Args) -> dict[str, float]:
         if args.advantage_by == "turn":  # each of K turns is compared with the same turn of its group
             returns, lengths = returns_by_turn(responses, args.rollout_n)  # (P K, G): what was earned from a turn on
             of_turns = estimator(returns, lengths)
-            advantages_PG = of_turns.unflatten(0, (len(rows), -1)).mT  # (P, G, K)
+            advantages_PG = of_turns.unflatten(0, (len(scores_PG), -1)).mT  # (P, G, K)
         own_advantages = advantages_PG.reshape(len(responses), -1)[batch.rows]  # (b, K), or (b, 1)
         batch = replace(batch, advantages=advantages.at_turns(own_advantages, batch.response_mask))  # (b, T)
         # --top-entropy-quantile sets the advantages of tokens with less entropy to 0. clip_cov leaves out, and kl_cov
@@ -253,8 +230,8 @@ def main(args: Args) -> dict[str, float]:
         batch = choose_tokens(args.selection, args.loss_mode, batch, updates, entropies, **by_step)
         run.may_stop_after("adv")
 
-        # 7. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
-        lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
+        # 5. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
+        lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         optimizer.param_groups[0]["lr"] = lr
         of_loss = dict(clip_ratio_low=args.clip_ratio_low, clip_ratio_high=args.clip_ratio_high)
         of_loss |= dict(clip_ratio_c=args.clip_ratio_c, tau_pos=args.tau_pos, tau_neg=args.tau_neg)
@@ -295,9 +272,9 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
+        # 6. Report: losses are means over updates, other metrics means over all tokens of all ranks.
         step_metrics = {
-            **metrics.of_sampled(responses, rows, args.rollout_n),
+            **metrics.of_sampled(responses, args.rollout_n),
             **metrics.describe("critic/rewards", rewards_PG),
             **metrics.describe("critic/advantages", advantages_PG[scores_PG.isfinite()]),
             **metrics.of_norms(norms),
@@ -306,13 +283,9 @@ def main(args: Args) -> dict[str, float]:
             "actor/lr": lr,
         }
         run.log_step(step_metrics, responses=responses, batch=batch)
-        run.log_samples(own_samples, own_scores, batch)
 
-    if run.evaluation_is_due():  # of the last policy
-        engine.wake()
-        engine.update_weights(weights_for_engine(policy, ranks))
-        run.evaluate(held_out)
-    return run.close(scorer, engine)
+    run.evaluate_if_due(sampler.evaluate, policy)  # the last policy
+    return run.close(sampler)
 
 
 if __name__ == "__main__":

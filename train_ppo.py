@@ -34,22 +34,17 @@ from extras.agents import token_rewards
 from extras.judges import check_critic, explained_variance, fixed_values, load_critic, token_values
 from extras.kl_terms import KLTerms
 from rl.data.batching import make_batch
-from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, Free, NotNegative, Positive, Share
 from rl.formulas import losses, schedule
-from rl.model.load import load_model, load_reference, weights_for_engine
+from rl.model.load import load_model, load_reference
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
-from rl.run.task import load_task
-from rl.sampling.engines import make_engine
-from rl.sampling.evaluation import evaluate
-from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import check_engine, gather_responses, scores_of
-from rl.scoring.pool import raise_if_failing
+from rl.run.task import load_task, open_sampler
+from rl.sampling.rollout import scores_of
 
 
 @dataclass(frozen=True)
@@ -111,16 +106,15 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 def main(args: Args) -> dict[str, float]:
     """Train with PPO; returns the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
-    tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args)
-    longest = args.longest
-    check_critic(args.critic_model, tokenizer, args.lora, policy=args.model, longest=longest)
+    task = load_task(args)
+    longest = task.longest
+    check_critic(args.critic_model, task.tokenizer, args.lora, policy=args.model, longest=longest)
     mini_batch_size = args.ppo_mini_batch_size or math.ceil(args.train_batch_size / 4)  # prompts
-    num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # optimizer steps in a step
 
-    run = Run(args, tokenizer, total_steps)
-    ranks, critic_path = run.ranks, args.critic_model or args.model
+    run = Run(args, task.tokenizer, task.total_steps)
+    ranks, sampling, critic_path = run.ranks, task.sampling, args.critic_model or args.model
     actor = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
-    engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
+    sampler = open_sampler(args, task, run)
     critic = load_critic(critic_path, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     reference = load_reference(args.model, ranks, actor, run.memory, longest=longest) if args.kl.is_used else None
     adamw = partial(torch.optim.AdamW, weight_decay=args.weight_decay, fused=True)
@@ -128,52 +122,36 @@ def main(args: Args) -> dict[str, float]:
     saved = {"actor": (actor, optimizers["actor"]), "critic": (critic, optimizers["critic"])}
     saved |= {"reference": (reference, None)} if args.kl.ref_update_steps else {}  # it changes, without an optimizer
     offloaded = ("critic",) if args.critic_offload else ()
-    run.begin(saved, engine=engine, scorer=scorer, offloaded=offloaded)
-    in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
+    run.begin(saved, sampler, offloaded=offloaded)
     kl_coef = args.kl.first_coef(run.state)
-    held_out = partial(evaluate, engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
 
     def loop_state() -> dict[str, Any]:
-        return {"kl_coef": kl_coef} | in_flight.state()
+        return {"kl_coef": kl_coef} | sampler.state()
 
     # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
     # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
     for step in run.steps(loop_state):
-        # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
-        rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed, ahead=in_flight.ahead)  # P
+        run.evaluate_if_due(sampler.evaluate, actor)
 
-        # 2. Rollouts: give the engine the actor's weights, and sample G responses to each prompt. Then the trainer
-        # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
-        run.offload()  # the critic, if --critic-offload
-        engine.wake()
-        engine.update_weights(weights_for_engine(actor, ranks))
-        run.may_stop_after("update_weights")
-        if run.evaluation_is_due():
-            run.evaluate(held_out)
-        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
-        run.may_stop_after("gen")
-        engine.sleep()
-        run.onload()
-        check_engine(actor, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
-        run.may_stop_after("verify")
+        # 1. Sample: the engine gets the actor's weights, and samples G responses to each prompt. The run ends if the
+        # trainer's log-probs of a few of them differ too much from the engine's. All ranks get the scores and lengths
+        # of the whole step; tokens stay on the rank that sampled them until phase 2.
+        responses = sampler.sample(actor, step)  # B
+        is_scored = scores_of(responses).isfinite()  # (B,)
 
-        # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
-        # scores and lengths of the whole step; tokens stay on the rank that sampled them until phase 4.
-        own_scores = scorer.collect(tickets)
-        run.may_stop_after("reward")
-        responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
-        raise_if_failing(responses, args.rewards.reward_max_error_frac)
-        scores_B = scores_of(responses)  # (B,), NaN for a response without a score
-        is_scored = scores_B.isfinite()
-
-        # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
+        # 2. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
         # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
-        sizes = dict(mini_batch_size=mini_batch_size * args.rollout_n, max_tokens=run.memory.ppo_max_token_len_per_gpu)
-        kept = dict(trainable=is_scored, ranks=ranks, version=engine.policy_version)
-        batch, updates = make_batch(responses, **sizes, **kept)  # (b, T)
+        batch, updates = make_batch(
+            responses,
+            mini_batch_size=mini_batch_size * args.rollout_n,
+            max_tokens=run.memory.ppo_max_token_len_per_gpu,
+            ranks=ranks,
+            version=sampler.version,
+        )  # (b, T)
+        num_updates = len(updates) * args.ppo_epochs
         run.may_stop_after("batch")
 
-        # 5. Values and log-probs that stay fixed while the models change: by the critic and the actor that start the
+        # 3. Values and log-probs that stay fixed while the models change: by the critic and the actor that start the
         # step, and by the reference. With one update a step the actor has not changed when its loss is computed.
         batch = replace(batch, values=fixed_values(critic, batch, updates))
         run.may_stop_after("values")
@@ -187,7 +165,7 @@ def main(args: Args) -> dict[str, float]:
             run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
-        # 6. Advantages: the reward is the score, at the last token; what an environment gave with a turn stands at the
+        # 4. Advantages: the reward is the score, at the last token; what an environment gave with a turn stands at the
         # end of that turn. From each token on, how much better did it go than the critic predicted?
         mask = batch.response_mask  # (b, T): 1 for the tokens that the actor sampled
         rewards, kl_metrics = token_rewards(responses, batch), {}  # (b, T): the score at the last token of a response
@@ -201,12 +179,12 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, advantages=A, returns=R)
         run.may_stop_after("adv")
 
-        # 7. Update: a mini-batch is one optimizer step of each model; its micro-batches only save memory. In the
+        # 5. Update: a mini-batch is one optimizer step of each model; its micro-batches only save memory. In the
         # first --critic-warmup steps only the critic learns. The actor's learning-rate schedule begins after them.
         factor = partial(schedule.lr_factor, args.lr_scheduler_type, warmup_steps=args.lr_warmup_steps)
-        lrs = {"critic": args.critic_lr * factor(step, total_steps=total_steps)}
-        if step >= args.critic_warmup:
-            lrs["actor"] = args.lr * factor(step - args.critic_warmup, total_steps=total_steps - args.critic_warmup)
+        lrs = {"critic": args.critic_lr * factor(step, total_steps=task.total_steps)}
+        if (actor_step := step - args.critic_warmup) >= 0:
+            lrs["actor"] = args.lr * factor(actor_step, total_steps=task.total_steps - args.critic_warmup)
         for name, lr in lrs.items():
             optimizers[name].param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
@@ -265,9 +243,9 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
+        # 6. Report: losses are means over updates, other metrics means over all tokens of all ranks.
         step_metrics = {
-            **metrics.of_sampled(responses, rows, args.rollout_n),
+            **metrics.of_sampled(responses, args.rollout_n),
             **metrics.describe("critic/rewards", ranks.all_rows(rewards.sum(1), batch.rows, len(responses))[is_scored]),
             **metrics.describe_tokens("critic/advantages", batch.advantages, batch.response_mask, ranks),
             **metrics.describe_tokens("critic/values", batch.values, batch.response_mask, ranks),
@@ -279,14 +257,9 @@ def main(args: Args) -> dict[str, float]:
             **{f"{name}/lr": lr for name, lr in lrs.items()},
         }
         run.log_step(step_metrics, responses=responses, batch=batch)
-        run.log_samples(own_samples, own_scores, batch)
 
-    if run.evaluation_is_due():  # of the last policy
-        run.offload()
-        engine.wake()
-        engine.update_weights(weights_for_engine(actor, ranks))
-        run.evaluate(held_out)
-    return run.close(scorer, engine)
+    run.evaluate_if_due(sampler.evaluate, actor)  # the last actor
+    return run.close(sampler)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ Shapes are those of train_grpo.py. docs/train_prime.md explains all of this.
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -32,22 +31,17 @@ import torch.nn.functional as F
 
 from extras.implicit_rewards import reward_model_metrics
 from rl.data.batching import make_batch
-from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, Free, NotNegative, Positive, Share
 from rl.formulas import advantages, implicit_reward, schedule
-from rl.model.load import check_model, load_model, load_reference, weights_for_engine
+from rl.model.load import check_model, load_model, load_reference
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
-from rl.run.task import load_task
-from rl.sampling.engines import make_engine
-from rl.sampling.evaluation import evaluate
-from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import accuracies_of, check_engine, gather_responses, scores_of
-from rl.scoring.pool import raise_if_failing
+from rl.run.task import load_task, open_sampler
+from rl.sampling.rollout import accuracies_of, scores_of
 
 
 @dataclass(frozen=True)
@@ -105,55 +99,33 @@ def main(args: Args) -> dict[str, float]:
     num_prompts = args.gen_batch_size or args.train_batch_size  # that are sampled in a step
     if num_prompts < (P := args.train_batch_size):
         raise ValueError(f"--gen-batch-size {num_prompts} is less than --train-batch-size {P}; raise it")
-    tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args, prompts_per_step=num_prompts)
-    longest = args.longest
+    task = load_task(args, prompts_per_step=num_prompts)
     prm_path, prm_flag = args.prm_model or args.model, "--prm-model" if args.prm_model else "--model"
+    tokenizer, longest = task.tokenizer, task.longest
     check_model(prm_path, flag=prm_flag, longest=longest, learning=args.lora, policy=args.model, tokenizer=tokenizer)
-    mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
-    num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # of the policy in a step
 
-    run = Run(args, tokenizer, total_steps)
-    ranks = run.ranks
+    run = Run(args, tokenizer, task.total_steps)
+    ranks, sampling = run.ranks, task.sampling
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
-    engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
+    sampler = open_sampler(args, task, run)
     prm = load_model(prm_path, ranks, args.lora, run.memory, longest=longest, seed=args.seed, flag="the PRM")
     reference = load_reference(prm_path, ranks, prm, run.memory, longest=longest)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     prm_optimizer = torch.optim.AdamW(prm.parameters(), lr=args.prm_lr, weight_decay=args.weight_decay, fused=True)
     trained = {"actor": (policy, optimizer), "prm": (prm, prm_optimizer)}
-    run.begin(trained, engine=engine, scorer=scorer, offloaded=["prm"] if args.prm_offload else [])
-    in_flight = InFlight(args.decoding, train_rows, num_prompts, ranks, run.states, args.seed)
-    held_out = partial(evaluate, engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
+    run.begin(trained, sampler, offloaded=["prm"] if args.prm_offload else [])
 
     # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
     # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
-    for step in run.steps(in_flight.state):
-        # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
-        rows = prompts_for_step(train_rows, step, num_prompts, args.seed, ahead=in_flight.ahead)
+    for step in run.steps(sampler.state):
+        run.evaluate_if_due(sampler.evaluate, policy)
 
-        # 2. Rollouts: give the engine the policy's weights, and sample G responses to each prompt. Then the trainer
-        # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
-        run.offload()  # the PRM, if --prm-offload
-        engine.wake()
-        engine.update_weights(weights_for_engine(policy, ranks))
-        run.may_stop_after("update_weights")
-        if run.evaluation_is_due():
-            run.evaluate(held_out)
-        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
-        run.may_stop_after("gen")
-        engine.sleep()
-        run.onload()
-        check_engine(policy, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
-        run.may_stop_after("verify")
+        # 1. Sample: the engine gets the policy's weights, and samples G responses to each prompt. The run ends if the
+        # trainer's log-probs of a few of them differ too much from the engine's. All ranks get the scores and lengths
+        # of the whole step; tokens stay on the rank that sampled them until phase 2.
+        sampled = sampler.sample(policy, step)
 
-        # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
-        # scores and lengths of the whole step; tokens stay on the rank that sampled them until phase 4.
-        own_scores = scorer.collect(tickets)
-        run.may_stop_after("reward")
-        sampled = gather_responses(own_samples, own_scores, rows, ranks)
-        raise_if_failing(sampled, args.rewards.reward_max_error_frac)
-
-        # 4. Batch: take P of the prompts, first those that are neither too easy nor too hard, and divide the step into
+        # 2. Batch: take P of the prompts, first those that are neither too easy nor too hard, and divide the step into
         # updates and micro-batches, as in train_grpo.py. A response without a score teaches nothing: its mask is 0.
         groups = [sampled[i : i + args.rollout_n] for i in range(0, len(sampled), args.rollout_n)]
         accuracy = accuracies_of(sampled).view(-1, args.rollout_n).nanmean(1)  # of each prompt; NaN if none is scored
@@ -164,12 +136,17 @@ def main(args: Args) -> dict[str, float]:
         responses = [r for p in order[: args.train_batch_size] for r in groups[p]]  # B
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
         accuracies_PG = accuracies_of(responses).view(-1, args.rollout_n)  # within 0 and 1, NaN likewise
-        sizes = dict(mini_batch_size=mini_batch_size * args.rollout_n, max_tokens=run.memory.ppo_max_token_len_per_gpu)
-        kept = dict(trainable=scores_PG.isfinite().flatten(), ranks=ranks, version=engine.policy_version)
-        batch, updates = make_batch(responses, **sizes, **kept)  # (b, T)
+        batch, updates = make_batch(
+            responses,
+            mini_batch_size=(args.ppo_mini_batch_size or args.train_batch_size) * args.rollout_n,
+            max_tokens=run.memory.ppo_max_token_len_per_gpu,
+            ranks=ranks,
+            version=sampler.version,
+        )  # (b, T)
+        num_updates = len(updates) * args.ppo_epochs  # of the policy
         run.may_stop_after("batch")
 
-        # 5. Log-probs that stay fixed: with several updates by the policy that starts the step, and by the reference.
+        # 3. Log-probs that stay fixed: with several updates by the policy that starts the step, and by the reference.
         if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             run.may_stop_after("old_log_prob")
@@ -177,9 +154,9 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
-        # 6a. The PRM learns which responses are right, one optimizer step a mini-batch. Its log-probs are taken after
+        # 4a. The PRM learns which responses are right, one optimizer step a mini-batch. Its log-probs are taken after
         # that, or with --prime-update after before it.
-        lr_factor = schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
+        lr_factor = schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         prm_optimizer.param_groups[0]["lr"] = args.prm_lr * lr_factor
         if args.prime_update == "after":
             prm_logp = fixed_logprobs(prm, batch, updates)  # (b, T)
@@ -206,7 +183,7 @@ def main(args: Args) -> dict[str, float]:
             prm_logp = fixed_logprobs(prm, batch, updates)  # (b, T)
         run.may_stop_after("prm")
 
-        # 6b. Advantages: each token has a reward of its own, and the last one that of the outcome. Both are compared
+        # 4b. Advantages: each token has a reward of its own, and the last one that of the outcome. Both are compared
         # with the other responses to the prompt, and then summed from each token to the end.
         mask = batch.response_mask  # (b, T)
         is_last = mask.bool() & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # (b, T), the last sampled token
@@ -228,7 +205,7 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, advantages=advantages.whiten(returns, mask, mean=mean, var=var))
         run.may_stop_after("adv")
 
-        # 7. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
+        # 5. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
         optimizer.param_groups[0]["lr"] = args.lr * lr_factor
         for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
             for micro_rows in run.micro_batches(update):
@@ -264,9 +241,9 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
+        # 6. Report: losses are means over updates, other metrics means over all tokens of all ranks.
         step_metrics = {
-            **metrics.of_sampled(sampled, rows, args.rollout_n),
+            **metrics.of_sampled(sampled, args.rollout_n),
             **metrics.describe_tokens("critic/advantages", batch.advantages, batch.response_mask, ranks),
             **metrics.of_norms(norms),
             **means.reduce(),
@@ -277,14 +254,9 @@ def main(args: Args) -> dict[str, float]:
             "reward_model/lr": args.prm_lr * lr_factor,
         }
         run.log_step(step_metrics, responses=responses, batch=batch, generated=sum(r.num_sampled for r in sampled))
-        run.log_samples(own_samples, own_scores, batch)
 
-    if run.evaluation_is_due():  # of the last policy
-        run.offload()
-        engine.wake()
-        engine.update_weights(weights_for_engine(policy, ranks))
-        run.evaluate(held_out)
-    return run.close(scorer, engine)
+    run.evaluate_if_due(sampler.evaluate, policy)  # the last policy
+    return run.close(sampler)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ tokens are (b, T), and position t describes token t given the tokens before it. 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -32,22 +33,22 @@ import torch
 from extras.agents import token_rewards
 from extras.kl_terms import KLTerms
 from rl.data.batching import make_batch
-from rl.data.order import derive_seed, prompts_for_step
-from rl.data.types import take_rows
+from rl.data.order import derive_seed
+from rl.data.rows import Row
+from rl.data.types import Sample, Score, take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive, Share
 from rl.formulas import advantages, losses, schedule
-from rl.model.load import load_model, load_reference, weights_for_engine
+from rl.model.load import load_model, load_reference
 from rl.model.logprobs import fixed_collisions, fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
-from rl.run.task import load_task
-from rl.sampling.engines import make_engine
-from rl.sampling.evaluation import evaluate
-from rl.sampling.in_flight import InFlight, sample_groups
-from rl.sampling.rollout import check_engine, gather_responses, scores_of
-from rl.scoring.pool import raise_if_failing
+from rl.run.task import load_task, open_sampler
+from rl.sampling.groups import sample_groups
+from rl.sampling.rollout import scores_of
+from rl.sampling.sampler import Sampler
+from rl.scoring.pool import Ticket
 
 
 @dataclass(frozen=True)
@@ -86,71 +87,66 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     )
 
 
+class WithGreedy(Sampler):
+    """Samples also a greedy response to each prompt, at the same time. Only its score is needed."""
+
+    def complete_groups(self, step: int) -> tuple[list[Row], list[Sample], list[Ticket]]:
+        """The prompts of a step, this rank's samples without the greedy ones, and tickets for the scores of all."""
+        rows, sampling = self.prompts(step), self.task.sampling
+        own_rows, seed = self.ranks.own_slice(rows), derive_seed(self.task.seed, step, self.engine.first_rank)
+        greedy = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+        ways = [sampling] * len(own_rows) + [greedy] * len(own_rows)  # how each prompt is answered
+        partner, submit = self.task.partner, self.scorer.submit
+        samples, tickets = sample_groups(self.engine, own_rows * 2, ways, submit, partner, seed=seed)
+        return rows, samples[: len(own_rows) * sampling.n], tickets
+
+    def collect(self, tickets: Sequence[Ticket]) -> list[Score]:
+        """The scores of the samples; `greedy_scores` are those of the greedy ones."""
+        scores = super().collect(tickets)
+        self.greedy_scores = scores[len(self.own_samples) :]
+        return scores[: len(self.own_samples)]
+
+
 def main(args: Args) -> dict[str, float]:
     """Train with REINFORCE++ or ReMax; returns the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     if args.adv_estimator == "optimal_token_baseline" and args.rollout_n < 2:
         raise ValueError("--adv-estimator optimal_token_baseline compares responses; --rollout-n must be at least 2")
-    tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args)
-    greedy_sampling = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+    task = load_task(args)
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
     num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # optimizer steps in a step
 
-    run = Run(args, tokenizer, total_steps)
-    ranks, longest = run.ranks, args.longest
+    run = Run(args, task.tokenizer, task.total_steps)
+    ranks, longest, sampling = run.ranks, task.longest, task.sampling
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
-    engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
+    sampler = open_sampler(args, task, run, WithGreedy if args.adv_estimator == "remax" else None)
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.kl.is_used else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     saved = {"actor": (policy, optimizer)}
     saved |= {"reference": (reference, None)} if args.kl.ref_update_steps else {}  # it changes, without an optimizer
-    run.begin(saved, engine=engine, scorer=scorer)
-    in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
+    run.begin(saved, sampler)
     kl_coef = args.kl.first_coef(run.state)
-    held_out = partial(evaluate, engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
 
     def loop_state() -> dict[str, Any]:
-        return {"kl_coef": kl_coef} | in_flight.state()
+        return {"kl_coef": kl_coef} | sampler.state()
 
     # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
     # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
     for step in run.steps(loop_state):
-        # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
-        rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed, ahead=in_flight.ahead)  # P
+        run.evaluate_if_due(sampler.evaluate, policy)
 
-        # 2. Rollouts: give the engine the policy's weights, and sample G responses to each prompt; with remax also a
-        # greedy one, at the same time. Then the trainer computes the log-probs of a few responses: if they differ from
-        # the engine's, the run ends with an error.
-        engine.wake()
-        engine.update_weights(weights_for_engine(policy, ranks))
-        run.may_stop_after("update_weights")
-        if run.evaluation_is_due():
-            run.evaluate(held_out)
-        own_rows, seed = ranks.own_slice(rows), derive_seed(args.seed, step, engine.first_rank)
-        if args.adv_estimator == "remax":
-            ways = [sampling] * len(own_rows) + [greedy_sampling] * len(own_rows)  # how each prompt is answered
-            own_samples, tickets = sample_groups(engine, own_rows * 2, ways, scorer.submit, envs, seed=seed)
-        else:
-            rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
-        run.may_stop_after("gen")
-        engine.sleep()
-        own_samples = own_samples[: len(own_rows) * args.rollout_n]  # of the greedy ones only the scores are needed
-        check_engine(policy, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
-        run.may_stop_after("verify")
-
-        # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
-        # scores and lengths of the whole step; tokens stay on the rank that sampled them until phase 4.
-        own_scores = scorer.collect(tickets)
-        run.may_stop_after("reward")
-        own_scores, greedy_scores = own_scores[: len(own_samples)], own_scores[len(own_samples) :]
-        greedy_scores = ranks.all_gather([x.value_or_nan for x in greedy_scores]) or [0.0] * len(rows)  # 0: not remax
-        greedy_P = torch.tensor(greedy_scores)  # (P,), NaN for a greedy response without a score
-        responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
-        raise_if_failing(responses, args.rewards.reward_max_error_frac)
+        # 1. Sample: the engine gets the policy's weights, and samples G responses to each prompt. The run ends if the
+        # trainer's log-probs of a few of them differ too much from the engine's. All ranks get the scores and lengths
+        # of the whole step; tokens stay on the rank that sampled them until phase 2. With remax a
+        # greedy response to each prompt is sampled too, at the same time.
+        responses = sampler.sample(policy, step)  # B
+        greedy_P = torch.zeros(args.train_batch_size)  # (P,)
+        if args.adv_estimator == "remax":  # NaN for a greedy response without a score
+            greedy_P = torch.tensor(ranks.all_gather([x.value_or_nan for x in sampler.greedy_scores]))
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
         is_trainable = (scores_PG - greedy_P.view(-1, 1)).isfinite().flatten()  # (B,): with remax, both of them
 
-        # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
+        # 2. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
         # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
         batch, updates = make_batch(
             responses,
@@ -158,11 +154,11 @@ def main(args: Args) -> dict[str, float]:
             mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
-            version=engine.policy_version,
+            version=sampler.version,
         )  # (b, T)
         run.may_stop_after("batch")
 
-        # 5. Log-probs that stay fixed while the policy changes: by the policy that starts the step, and by the
+        # 3. Log-probs that stay fixed while the policy changes: by the policy that starts the step, and by the
         # reference. With one update a step the policy has not changed when the loss is computed.
         if num_updates > 1 or args.kl.use_kl_in_reward or args.adv_estimator == "optimal_token_baseline":
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
@@ -174,7 +170,7 @@ def main(args: Args) -> dict[str, float]:
             run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
-        # 6. Advantages: the score is the reward of the last token, and with --use-kl-in-reward every token pays for its
+        # 4. Advantages: the score is the reward of the last token, and with --use-kl-in-reward every token pays for its
         # KL. How much is earned from each token on (the return), and how much more is that than the baseline?
         mask = batch.response_mask  # (b, T): 1 for the tokens that the policy sampled
         rewards, kl_metrics = token_rewards(responses, batch), {}  # (b, T): the score at the last token of a response
@@ -193,13 +189,13 @@ def main(args: Args) -> dict[str, float]:
             # W_it = sum over tokens k up to t of 1 - 2 pi(k) + sum_v pi(v)^2: how large the gradient of their logp is
             collisions = fixed_collisions(policy, batch, updates, sampling=sampling)  # (b, T): sum_v pi(v)^2
             W = ((1 - 2 * batch.old_logp.exp() + collisions) * mask).cumsum(1)
-            sums = ranks.all_reduce_sum(advantages.sums_by_group(R, W, mask, prompts, len(rows)))  # (3, P, T)
+            sums = ranks.all_reduce_sum(advantages.sums_by_group(R, W, mask, prompts, len(greedy_P)))  # (3, P, T)
             A = R - advantages.token_baselines(sums)[prompts]
         batch = replace(batch, advantages=torch.where(mask > 0, A, 0.0).to(R.dtype), returns=R)
         run.may_stop_after("adv")
 
-        # 7. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
-        lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
+        # 5. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
+        lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
         for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
@@ -244,10 +240,10 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
+        # 6. Report: losses are means over updates, other metrics means over all tokens of all ranks.
         rewards_B = ranks.all_rows(rewards.sum(1), batch.rows, len(responses))
         step_metrics = {
-            **metrics.of_sampled(responses, rows, args.rollout_n),
+            **metrics.of_sampled(responses, args.rollout_n),
             **metrics.describe("critic/rewards", rewards_B[is_trainable]),
             **metrics.describe("critic/baselines", greedy_P),
             **metrics.describe_tokens("critic/returns", batch.returns, batch.response_mask, ranks),
@@ -258,13 +254,9 @@ def main(args: Args) -> dict[str, float]:
             "actor/lr": lr,
         }
         run.log_step(step_metrics, responses=responses, batch=batch)
-        run.log_samples(own_samples, own_scores, batch)
 
-    if run.evaluation_is_due():  # of the last policy
-        engine.wake()
-        engine.update_weights(weights_for_engine(policy, ranks))
-        run.evaluate(held_out)
-    return run.close(scorer, engine)
+    run.evaluate_if_due(sampler.evaluate, policy)  # the last policy
+    return run.close(sampler)
 
 
 if __name__ == "__main__":

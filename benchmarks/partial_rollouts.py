@@ -28,14 +28,17 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import rl.run.run  # noqa: E402
+import rl.run.task  # noqa: E402
 import train_grpo  # noqa: E402
 from benchmarks import step_time  # noqa: E402
+from extras.partial import in_flight  # noqa: E402
+from extras.partial.in_flight import InFlight  # noqa: E402
+from extras.partial.saved import groups_in_flight, saved_group  # noqa: E402
 from extras.plan import simulation  # noqa: E402
 from rl.data.rows import Row  # noqa: E402
 from rl.data.types import Sampling  # noqa: E402
 from rl.ranks import shutdown_ranks  # noqa: E402
-from rl.sampling.in_flight import InFlight  # noqa: E402
-from rl.sampling.rollouts import Rollouts, saved_group  # noqa: E402
+from rl.sampling.rollouts import Rollouts  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -89,12 +92,13 @@ def steady_state(args: Args, share: float, rows: list[Row], sampling: Sampling, 
             ids = random.integers(0, vocabulary, n)
             x.ids = np.where(np.isin(ids, ends), 15, ids).tolist()  # 15: a digit, which ends nothing
             x.mask, x.logprobs = [1] * n, [-float(np.log(vocabulary))] * n
-            x.versions = ((0, n),) if n else ()
+            of_prompt = [np.iinfo(np.int32).max] * len(row["prompt_ids"])  # not sampled
+            x.columns = {"versions": np.array(of_prompt + [0] * n, np.int32)}
             if n == length:
                 x.finish_reason = "length" if n == args.max_length else "stop"
-                for _, samples in rollouts._finish((name, j)):  # complete: it waits for the next step
+                for _, samples in rollouts._finish(x):  # complete: it waits for the next step
                     whole[name] = saved_group(row, dict(enumerate(samples)))
-    groups = rollouts.state() | whole
+    groups = groups_in_flight(rollouts) | whole
     return [groups[name] for name in sorted(groups)]
 
 
@@ -119,7 +123,7 @@ def run(args: Args, share: float, steps: int, words: list[str], name: str, *, ma
     own += ["--rollout-is", "token" if share else "none", "--default-local-dir", str(folder)]
     train = tyro.cli(train_grpo.Args, args=[*words, *own], config=(tyro.conf.OmitArgPrefixes,))
     vocabulary = step_time.AutoConfig.from_pretrained(train.model).vocab_size
-    train_grpo.InFlight = seeded_stream(args, share, vocabulary)
+    in_flight.InFlight = seeded_stream(args, share, vocabulary)
     train_grpo.main(train)
     gc.collect()  # moments of the optimizer
     if torch.cuda.is_available():
@@ -156,14 +160,14 @@ def main(args: Args, flags: list[str]) -> dict[str, Any]:
     words = [*words.split(), *flags]
 
     longest = args.prompt_length + args.max_length
-    make_engine = train_grpo.make_engine
+    make_engine = rl.run.task.make_engine
 
     def make(*others: Any, **options: Any) -> Any:
         engine = make_engine(*others, **options)
         engine.close_for_good, engine.close = engine.close, engine.sleep  # the next run plans its memory without it
         return engine
 
-    train_grpo.make_engine = kept(make, longest=longest)
+    rl.run.task.make_engine = kept(make, longest=longest)
     train_grpo.load_model = kept(train_grpo.load_model, longest=longest)
     rl.run.run.shutdown_ranks = lambda: None  # the next run needs the process group
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -176,7 +180,7 @@ def main(args: Args, flags: list[str]) -> dict[str, Any]:
         (args.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         print(json.dumps(found), flush=True)
     print(table(report), flush=True)
-    train_grpo.make_engine().close_for_good()
+    rl.run.task.make_engine().close_for_good()
     shutdown_ranks()
     return report
 

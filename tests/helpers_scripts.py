@@ -458,7 +458,7 @@ def crash_at(rank: int, n: int, after: str | None = None, *, collect: Callable =
 
     def crashing(scorer, tickets):
         nonlocal calls
-        calls += sys._getframe(1).f_code.co_name in ("main", "evaluate")
+        calls += sys._getframe(1).f_code.co_name in ("collect", "sample", "evaluate")
         if calls == n and int(os.environ["RANK"]) == rank:
             while after is not None and not os.path.exists(after):
                 time.sleep(0.05)

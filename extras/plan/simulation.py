@@ -7,9 +7,10 @@ lengths of responses.
 
 With n responses open, one more token of each takes `base + sequence * n` milliseconds: reading the weights, and what a
 response adds. Lengths are geometric with mean M, cut at L. A step needs P groups of G responses; with a share F there
-are P (1 + F) in flight, and a step ends when P are complete, the oldest of which it takes, as rl/sampling/in_flight.py.
-Then come the update, `update` milliseconds a thousand tokens that are trained on, `fixed` seconds for everything else,
-and, in the next step, reading again what interrupted responses have, `read` milliseconds a thousand tokens.
+are P (1 + F) in flight, and a step ends when P are complete, the oldest of which it takes, as
+extras/partial/in_flight.py. Then come the update, `update` milliseconds a thousand tokens that are trained on, `fixed`
+seconds for everything else, and, in the next step, reading again what interrupted responses have, `read` milliseconds a
+thousand tokens.
 
 Pools (train_async.py): samplers stop only when --max-staleness lets them sample nothing more; see `pools`.
 """

@@ -72,8 +72,19 @@ class Work(NamedTuple):
     seed: int  # of the run
 
 
-def open_pool(flags: SamplerFlags, work: Work, scorer: Any, ranks: Any, folder: Path, state: dict[str, Any]) -> Any:
+def open_pool(flags: SamplerFlags, task: Any, environment: Any, ranks: Any, folder: Path, state: dict[str, Any]) -> Any:
     """The samplers of a run: see `pool.SamplerPool`, which describes the arguments and what raises."""
     from extras.samplers.pool import SamplerPool
 
-    return SamplerPool(flags, work, scorer, ranks, folder, state)
+    work = Work(
+        tokenizer=task.tokenizer,
+        rows=task.train_rows,
+        sampling=task.sampling,
+        rollout=task.rollout,
+        environment=environment,
+        batch_size=task.batch_size,
+        total_steps=task.total_steps,
+        longest=task.longest,
+        seed=task.seed,
+    )
+    return SamplerPool(flags, work, task, ranks, folder, state)

@@ -3,7 +3,7 @@
     samplers = open_pool(...)                           rank 0 listens, and starts the samplers of this machine
     for step ...:
         samplers.push(step, named_tensors)              weights of `step` steps; those who join later get them too
-        rows, own_samples, tickets = samplers.take()    waits for the groups that the step trains on
+        responses = samplers.sample(end_phase)          waits for the groups that the step trains on, and their scores
         samplers.verify(policy, ...)                    before weights change: do the samplers hold these?
 
 A thread of rank 0 talks to the samplers meanwhile: dispatcher.py.
@@ -30,13 +30,13 @@ from rl import console, stop
 from rl.console import say
 from rl.data.rows import Row
 from rl.data.template import rendering_of
-from rl.data.types import Evaluation, Sample, sample_of
+from rl.data.types import Evaluation, Response, Sample, Score, sample_of
 from rl.ranks import Ranks
 from rl.sampling.engines.flags import Rollout
 from rl.sampling.evaluation import summarize
-from rl.sampling.flags import Validation
-from rl.sampling.rollout import check_engine
-from rl.scoring.pool import Scorer, Ticket
+from rl.sampling.rollout import check_engine, gather_responses
+from rl.sampling.sampler import Task
+from rl.scoring.pool import Ticket, raise_if_failing
 
 AVERAGED_STEPS = 8  # whose times are averaged: with staleness, short and long steps may alternate
 NUM_PROBES, PROBE_TOKENS = 4, 16  # responses to compare after a push of weights, and tokens of each
@@ -65,15 +65,17 @@ def setup_of(work: Work) -> Setup:
 class SamplerPool:
     """See above. All ranks make all calls; rank 0 has the connections, and the tokens that come.
 
-    Args: flags, of the samplers; work, that they are to do; scorer, which gets every group when it is complete; folder,
-    of the run; state, that `state` gave to the checkpoint that is resumed. Raises ValueError, naming the flag, if the
-    flags do not fit the machine.
+    Args: flags, of the samplers; work, that they are to do; task, of the run, whose scorer gets every group when it is
+    complete; folder, of the run; state, that `state` gave to the checkpoint that is resumed. Raises ValueError, naming
+    the flag, if the flags do not fit the machine.
     """
 
-    def __init__(
-        self, flags: SamplerFlags, work: Work, scorer: Scorer, ranks: Ranks, folder: Path, state: dict[str, Any]
-    ):
-        self.flags, self.sampling, self.scorer, self.ranks = flags, work.sampling, scorer, ranks
+    def __init__(self, flags: SamplerFlags, work: Work, task: Task, ranks: Ranks, folder: Path, state: dict[str, Any]):
+        self.flags, self.task, self.ranks, self.engine = flags, task, ranks, self
+        self.sampling, self.scorer = task.sampling, task.scorer
+        # Of the last call of `sample`: what this rank has of the step.
+        self.own_samples: Sequence[Sample] = ()
+        self.own_scores: Sequence[Score] = ()
         # As an engine has them: version of the weights, bytes on this GPU, type of the experts' numbers.
         self.policy_version, self.memory, self.routing = 0, 0, None
         vocabulary = AutoConfig.from_pretrained(work.tokenizer.name_or_path).get_text_config().vocab_size
@@ -85,7 +87,7 @@ class SamplerPool:
         if ranks.is_main:
             self._load(state)
             self.writer = WeightWriter(flags.weights_dir, folder)
-            self.dispatcher = Dispatcher(flags, setup_of(work), self.prompts, scorer.submit, ranks)
+            self.dispatcher = Dispatcher(flags, setup_of(work), self.prompts, self.scorer.submit, ranks)
             _write_private(folder / "sampler_token", self.dispatcher.token)
             say(f"samplers: {self.dispatcher.address}, with the token in {folder / 'sampler_token'}")
             self.dispatcher.thread.start()
@@ -111,6 +113,18 @@ class SamplerPool:
             pass
         self.policy_version = version
 
+    def sample(self, end_phase: Callable[[str], None]) -> list[Response]:
+        """Wait for the groups that the next step trains on, and for their scores. All ranks get the scores and
+        lengths of all responses, and rank 0 has their tokens. Args: end_phase, as for `rl.sampling.sampler.Sampler`.
+        """
+        rows, self.own_samples, tickets = self.take()
+        end_phase("gen")
+        self.own_scores = self.scorer.collect(tickets)
+        end_phase("reward")
+        responses = gather_responses(self.own_samples, self.own_scores, rows, self.ranks)
+        raise_if_failing(responses, self.task.max_error_frac)
+        return responses
+
     def take(self) -> tuple[list[Row], list[Sample], list[Ticket]]:
         """Wait for the groups that the next step trains on. Returns the P rows, on all ranks, and, on rank 0, the
         samples in their order and the tickets of their scores. All are empty if the run was asked to stop.
@@ -124,13 +138,13 @@ class SamplerPool:
         rows = [self.prompts.row(number) for number in self.ranks.all_gather(groups)]
         return rows, samples, [ticket for _, _, ticket in groups.values()]
 
-    def start_evaluation(self, rows: Sequence[Row], validation: Validation) -> None:
+    def start_evaluation(self) -> None:
         """Let the samplers answer held-out prompts, before others, with the weights of the last push."""
         if self.ranks.is_main:
             with self.dispatcher.lock:
-                self.prompts.evaluate(rows, validation.settings(self.sampling))
+                self.prompts.evaluate(self.task.val_rows, self.task.validation.settings(self.sampling))
 
-    def evaluate(self, validation: Validation) -> Evaluation:
+    def evaluate(self) -> Evaluation:
         """Wait for the answers to held-out prompts, before another push. All ranks must enter. Empty if the run was
         asked to stop.
         """
@@ -143,7 +157,7 @@ class SamplerPool:
         scores = self.scorer.collect([ticket for _, _, ticket in groups])
         if stop.requested(self.ranks.group):
             return Evaluation({}, [])
-        shown = {row["row_index"] for row in self.prompts.held_out[: validation.log_val_generations]}
+        shown = {row["row_index"] for row in self.prompts.held_out[: self.task.validation.log_val_generations]}
         return summarize([row for row, _, _ in groups], samples, scores, self.scorer, self.ranks, shown=shown)
 
     def verify(self, policy: nn.Module, rollout: Rollout) -> None:

@@ -161,7 +161,7 @@ def plan_updates(
 
 def make_batch(
     responses: Sequence[Response],
-    trainable: torch.Tensor,
+    trainable: torch.Tensor | None = None,
     *,
     mini_batch_size: int,
     max_tokens: int,
@@ -175,7 +175,8 @@ def make_batch(
     Args:
         responses: of the step, the same list on all ranks (see `gather_responses`). Without `shuffle_seed` their order
             is that of the updates; neighbours that share a prompt cost less.
-        trainable: (B,) bool, whether a response is learned from. One that is not keeps its place, its mask is zero.
+        trainable: (B,) bool, whether a response is learned from; by default every response that has a score. One that
+            is not keeps its place, and its mask is zero.
         mini_batch_size, max_tokens, rows_per_unit: as for `plan_updates`.
         shuffle_seed: with this seed responses are drawn for each mini-batch at random from those that are left; only
             for one row a unit.
@@ -184,6 +185,8 @@ def make_batch(
     Returns: the batch of this rank's rows, padded to the longest response of any rank, and the updates. All data ranks
     must enter.
     """
+    if trainable is None:
+        trainable = torch.tensor([r.score.value is not None for r in responses], dtype=torch.bool)
     order = list(range(len(responses)))
     if shuffle_seed is not None:
         assert rows_per_unit == 1, "a shuffle would tear units apart"

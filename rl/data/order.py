@@ -1,6 +1,6 @@
 """Which rows a step sees, and its seeds: pure functions of (seed, step), so no loader's state must be saved."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,11 +13,8 @@ def permutation(n: int, *, seed: int, epoch: int) -> list[int]:
     return generator.permutation(n).tolist()
 
 
-def prompts_for_step(rows: Sequence[Row], step: int, n: int, seed: int, *, ahead: int = 0) -> list[Row]:
+def prompts_for_step(rows: Sequence[Row], step: int, n: int, seed: int) -> list[Row]:
     """The `n` rows that training step `step` (from 0) uses: a pure function of (seed, step).
-
-    With `ahead` all steps together use the same rows in the same order, but each begins so many earlier: step 0 has
-    n + ahead of them, a later one the n that come `ahead` places after its own.
 
     An epoch is len(rows) // n steps. It shuffles the rows anew and leaves the last len(rows) % n of them out, as verl's
     drop_last: with 10 rows and n = 4, steps 0 and 1 are epoch 0, steps 2 and 3 epoch 1. Raises ValueError if n is less
@@ -25,32 +22,9 @@ def prompts_for_step(rows: Sequence[Row], step: int, n: int, seed: int, *, ahead
     """
     if not 1 <= n <= len(rows):
         raise ValueError(f"--train-batch-size {n} must be between 1 and the {len(rows)} rows of the training data")
-    if ahead:
-        first, last = step * n + (ahead if step else 0), (step + 1) * n + ahead
-        steps = {s: prompts_for_step(rows, s, n, seed) for s in range(first // n, (last - 1) // n + 1)}
-        return [steps[i // n][i % n] for i in range(first, last)]
     epoch, batch = divmod(step, len(rows) // n)
     order = permutation(len(rows), seed=seed, epoch=epoch)
     return [rows[i] for i in order[batch * n : (batch + 1) * n]]
-
-
-class ByIndex(Mapping[int, Row]):
-    """Rows by their `row_index`, which ascends."""
-
-    def __init__(self, rows: Sequence[Row]):
-        self.rows, self.indices = rows, np.array([row["row_index"] for row in rows], np.int64)
-
-    def __getitem__(self, row_index: int) -> Row:
-        place = int(np.searchsorted(self.indices, row_index))
-        if place == len(self.indices) or self.indices[place] != row_index:
-            raise KeyError(row_index)
-        return self.rows[place]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.indices.tolist())
 
 
 def derive_seed(*numbers: int) -> int:

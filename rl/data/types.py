@@ -164,6 +164,7 @@ class Response:
     finish_reason: str
     rank: int  # which has the tokens
     number: int  # among those that its rank sampled at a time
+    data_source: str = ""  # of its row
     prompt_ids: np.ndarray | None = None  # int32; every rank has them, from the data
     sample: Sample | None = None  # the tokens, on `rank` only
     outcome: Outcome | None = None  # see Sample; without what is for reward functions and generations.jsonl

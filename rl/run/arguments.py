@@ -16,6 +16,7 @@ from extras.correction import Correction
 from extras.judges import RewardModelFlags
 from extras.lora import LoRA
 from extras.offload import OffloadFlags
+from extras.partial import PartialRollouts
 from rl.data.flags import Data
 from rl.flags import AtLeast1, Auto, Free, Share, flat
 from rl.model.checks import LENGTHS
@@ -37,6 +38,11 @@ class MemoryRL(OffloadFlags, Memory):
 
     # tokens of a micro-batch, where a prompt that responses share counts once
     ppo_max_token_len_per_gpu: Free[Auto[AtLeast1]] = "auto"
+
+
+@dataclass(frozen=True)
+class DecodingRL(PartialRollouts, Decoding):
+    """decoding: how responses are sampled while training"""
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class RLBase(TrainingArgs):
 
     length_flags = LENGTHS
     data: Data = Data()
-    decoding: Decoding = Decoding()
+    decoding: DecodingRL = DecodingRL()
     rewards: Rewards = Rewards()
     scoring: Scoring = Scoring()
     rollout: Rollout = Rollout()
@@ -98,14 +104,6 @@ class RLBase(TrainingArgs):
                 raise ValueError(f"{flag} needs a GPU that computes in FP8, such as an H100 or L40S; leave it out")
         if (n := self.validation.val_n) > 1 and self.validation.val_temperature == 0:
             raise ValueError(f"--val-n {n} repeats one greedy response; add a positive --val-temperature")
-        without_partial = {
-            "--offline": values.get("offline"),
-            "--adv-estimator remax": values.get("adv_estimator") == "remax",
-            "--router-replay": values["router_replay"],
-        }
-        if share := self.decoding.partial_rollouts:
-            for other in [flag for flag, is_set in without_partial.items() if is_set]:
-                raise ValueError(f"--partial-rollouts {share:g} and {other} exclude each other; leave one of them out")
         if (values.get("ppo_mini_batch_size") or 0) > self.train_batch_size:
             raise ValueError(
                 f"--ppo-mini-batch-size {self.ppo_mini_batch_size} is more than --train-batch-size "

@@ -29,20 +29,19 @@ def of_groups(scores: torch.Tensor) -> dict[str, float]:
     return {"reward/zero_std_frac": (spread <= 0).double().mean().item()}
 
 
-def of_sampled(responses: Sequence[Response], rows: Sequence[dict], n: int) -> dict[str, float]:
+def of_sampled(responses: Sequence[Response], n: int) -> dict[str, float]:
     """`of_scores`, `of_lengths`, `of_groups`, `agents.metrics_of` of n responses to each prompt, if there are any."""
     if not responses:
         return {}
-    found = of_scores(responses, rows) | of_lengths(responses) | agents.metrics_of(responses)
+    found = of_scores(responses) | of_lengths(responses) | agents.metrics_of(responses)
     return found | of_groups(scores_of(responses).view(-1, n))
 
 
-def of_scores(responses: Sequence[Response], rows: Sequence[dict]) -> dict[str, float]:
+def of_scores(responses: Sequence[Response]) -> dict[str, float]:
     """critic/score/*, and how scoring went: shares of responses without a score by cause, seconds, and the mean of
-    every component by data source, which `rows` say.
+    every component by data source.
     """
-    source = {row["row_index"]: row["data_source"] for row in rows}
-    scoring = of_scoring([r.score for r in responses], [source[r.row_index] for r in responses])
+    scoring = of_scoring([r.score for r in responses], [r.data_source for r in responses])
     return describe("critic/score", scores_of(responses)) | scoring
 
 

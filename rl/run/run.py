@@ -19,7 +19,7 @@ from rl import stop
 from rl.console import let_go_of_output, progress_line, say, show_sample, started
 from rl.data.batching import Update
 from rl.data.template import stop_token_ids
-from rl.data.types import Batch, Evaluation, Response, Sample, Score
+from rl.data.types import Batch, Evaluation, Response, Sample
 from rl.flags import settled
 from rl.model.sharding import copy_weights
 from rl.ranks import init_ranks, shutdown_ranks
@@ -33,8 +33,7 @@ from rl.run.tracking import Tracker, open_early
 from rl.run.training import settled_memory
 
 if TYPE_CHECKING:
-    from rl.sampling.engines.base import Engine
-    from rl.scoring.pool import Scorer
+    from rl.sampling.sampler import Sampler
 
 MAX_SKIPPED_UPDATES = 3  # in a row; then the run stops
 
@@ -110,9 +109,8 @@ class Run:
     def begin(
         self,
         trained: Trained,
+        sampler: "Sampler | None" = None,
         *,
-        engine: "Engine | None" = None,
-        scorer: "Scorer | None" = None,
         offloaded: Sequence[str] = (),
         visiting: nn.Module | None = None,
         data: Sequence[Sample] = (),
@@ -120,28 +118,29 @@ class Run:
         """Load the scorer's judges, and the checkpoint, if there is one, into what is trained; plan the memory; print
         what will run.
 
-        Args: trained, models with their optimizers by name, None for a reference that `refresh` changes; engine,
-        asleep; scorer, whose report is printed too; offloaded, names in `trained` of what `offload` moves while the
-        engine generates; visiting, a teacher on the host that comes to the device to score; data, demonstrations: the
-        exported generation config gets the tokens that end what is learned of them, beside those of the model.
+        Args: trained, models with their optimizers by name, None for a reference that `refresh` changes; sampler,
+        whose engine sleeps, and whose scorer's report is printed too; offloaded, names in `trained` of what `offload`
+        moves while the engine generates; visiting, a teacher on the host that comes to the device to score; data,
+        demonstrations: the exported generation config gets the tokens that end what is learned of them, beside those
+        of the model.
 
         On GPUs `run.memory` may be another one afterwards, if less fits than was planned. Raises RuntimeError with the
         flags to change if nothing fits: everything else that stays on the device has to be there by now.
         """
         (policy, _), path, how = next(iter(trained.values())), self.resume_from, "new run"
-        self.trained, self.engine = trained, engine
+        self.trained, self.sampler = trained, sampler
+        engine = sampler.engine if sampler else None
         notes = []  # lines for the console
-        if scorer is not None:
-            scorer.load_judges(self.ranks, budget_of(self.memory)[1], self.memory.fsdp_size)
-            notes.append(scorer.report)
+        if sampler is not None:
+            sampler.scorer.load_judges(self.ranks, budget_of(self.memory)[1], self.memory.fsdp_size)
+            notes.append(sampler.scorer.report)
+            sampler.engine.policy_version = self.first_step  # with one push per step, that of an unbroken run
         self.offloaded = () if self.memory.param_offload else offloaded  # on the host already
         if path:
             how = f"resumed from {path}"
             checkpoint.load(path, trained, moments_on_host=self.memory.optimizer_offload)
         for x in policy.packed.families:
             x.begin_run(getattr(engine, "routing", None) is not None, self.args.lora.router_aux_loss_coef)
-        if engine is not None:
-            engine.policy_version = self.first_step  # with one push per step, that of an unbroken run
         started("checkpoint" if path else "optimizer")
         if self.ranks.device.type == "cuda" and "actor" in trained:
             self.memory, plan = rehearse(
@@ -172,9 +171,8 @@ class Run:
                 notes.append(f"the data ends answers with {' '.join(new)}, so the exported generation config does too")
         if newer := newer_than_tested():
             notes.append(f"newer than what was tested: {newer}; docs/troubleshooting.md has what was run")
-        left = (
-            f"steps {self.first_step + 1}-{self.total_steps}" if self.first_step < self.total_steps else "no steps left"
-        )
+        steps = range(self.first_step + 1, self.total_steps + 1)
+        left = f"steps {steps[0]}-{steps[-1]}" if steps else "no steps left"
         said = [f"{root}: {how}, {left}, {self.ranks.size} rank(s)", *filter(None, notes)]
         self.tracker.print("\n".join(said))
         gc.freeze()  # garbage collections need not walk through what stays alive: nearly half a second each
@@ -224,9 +222,13 @@ class Run:
         flags, files = getattr(self.args, "validation", self.args), self.args.data.val_files
         if self.step == 0 and hasattr(flags, "val_before_train"):
             return flags.val_before_train
-        return (
-            flags.test_freq > 0 and bool(files) and (self.step % flags.test_freq == 0 or self.step == self.total_steps)
-        )
+        is_regular = flags.test_freq > 0 and (self.step % flags.test_freq == 0 or self.step == self.total_steps)
+        return is_regular and bool(files)
+
+    def evaluate_if_due(self, evaluate: Callable[..., Evaluation], *arguments: Any) -> None:
+        """`evaluate` held-out data by calling evaluate(*arguments), if that is due."""
+        if self.evaluation_is_due():
+            self.evaluate(lambda: evaluate(*arguments))
 
     def evaluate(self, evaluate: Callable[[], Evaluation]) -> None:
         """Evaluate held-out data, and record the metrics and the responses to show. The run may stop after it."""
@@ -252,6 +254,9 @@ class Run:
 
         Args: responses, that the step learns from: tokens per second count theirs; batch, made of these; or else
         tokens, of the step, and generated, those of them that were sampled.
+
+        Every --log-samples-freq steps rank 0 prints the first response that it has sampled, and records it and others
+        to the same prompt in generations.jsonl, token by token, with what the batch has of them: `samples.shown`.
         """
         self.folder.check()
         tokens = sum(r.num_tokens for r in responses) if tokens is None else tokens
@@ -267,6 +272,11 @@ class Run:
         line = progress_line(done, self.total_steps, metrics) if shown else ""
         self._record(done, metrics, line, is_evaluation=False)
         self.step_metrics = metrics
+        freq = self.args.logging.log_samples_freq if self.sampler and self.ranks.is_main else 0
+        if freq and self.step % freq == 0 and (own_samples := self.sampler.own_samples):
+            records = samples.shown(self.tokenizer, own_samples, self.sampler.own_scores, batch)
+            self.tracker.log_generations(done, "train", records)
+            self.tracker.print(show_sample(records[0]["prompt"], records[0]["response"], records[0]["score"]))
 
     def _record(self, step: int, metrics: dict[str, float], line: str, *, is_evaluation: bool) -> None:
         """Record metrics, and print their line and alarms."""
@@ -274,19 +284,6 @@ class Run:
         if self.ranks.is_main:
             stream = sys.stdout if "console" in self.args.logging.logger else sys.stderr
             self.alarms.print(step, metrics, lambda name: name.startswith("val") == is_evaluation, stream)
-
-    def log_samples(
-        self, own_samples: Sequence[Sample], own_scores: Sequence[Score], batch: Batch | None = None
-    ) -> None:
-        """Print rank 0's first response every --log-samples-freq steps, and record it and others to the same prompt in
-        generations.jsonl, token by token, with what the batch of the step has of them: see `samples.shown`.
-        """
-        freq = self.args.logging.log_samples_freq
-        if freq and self.step % freq == 0 and own_samples and self.ranks.is_main:
-            self.folder.check()
-            shown = samples.shown(self.tokenizer, own_samples, own_scores, batch)
-            self.tracker.log_generations(self.step + 1, "train", shown)
-            self.tracker.print(show_sample(shown[0]["prompt"], shown[0]["response"], shown[0]["score"]))
 
     def _before_optimizer_step(self) -> None:
         stop.hold()  # the state of the step's beginning is about to be gone

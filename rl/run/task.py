@@ -1,31 +1,20 @@
-"""What an RL script works on: prompts, the processes that score responses, and how responses are sampled."""
+"""What an RL script works on, made from its flags: prompts, what scores responses to them, and what samples these."""
 
-from typing import Any, NamedTuple
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from extras.agents import check_rows, open_partner
 from extras.judges import open_judges
 from rl.data.attachments import refuse_attachments
-from rl.data.packed import Lazy, Reader, Row
+from rl.data.packed import Reader
 from rl.data.prompts import load_prompts
-from rl.data.types import Sampling
 from rl.run.arguments import check
+from rl.sampling.engines import make_engine
 from rl.sampling.groups import sampling_settings
-from rl.sampling.rollouts import Partner
+from rl.sampling.sampler import Sampler, Task
 from rl.scoring.pool import Scorer, need_truth
 
-
-class Task(NamedTuple):
-    """What `load_task` gives a script."""
-
-    tokenizer: PreTrainedTokenizerBase  # of --model
-    train_rows: Lazy[Row]  # of --train-files, with their prompts' tokens
-    val_rows: Lazy[Row]  # of --val-files
-    scorer: Scorer  # has started the processes that score responses
-    sampling: Sampling  # how responses are sampled: temperature, stop tokens, limit ...
-    partner: Partner | None  # what answers the policy, with --environment or --tools
-    total_steps: int
+if TYPE_CHECKING:
+    from rl.run.run import Run
 
 
 def load_task(args: Any, *, prompts_per_step: int | None = None, read_train: Reader | None = None) -> Task:
@@ -35,8 +24,8 @@ def load_task(args: Any, *, prompts_per_step: int | None = None, read_train: Rea
     whose rows no function scores. Raises ValueError for mistakes in these, before a model is loaded.
     """
     tokenizer, rewards = check(args), args.rewards
-    lengths = dict(n=args.rollout_n, max_tokens=args.max_response_length)
-    sampling = sampling_settings(args.decoding, args.model, tokenizer, **lengths)
+    n, max_tokens = args.rollout_n, args.max_response_length
+    sampling = sampling_settings(args.decoding, args.model, tokenizer, n=n, max_tokens=max_tokens)
     partner = open_partner(args.envs, tokenizer, sampling.stop_token_ids)
     train_rows, val_rows = load_prompts(
         args.data,
@@ -64,4 +53,25 @@ def load_task(args: Any, *, prompts_per_step: int | None = None, read_train: Rea
         judges=open_judges(rewards, scored_rows, tokenizer, are_alone=not rewards.functions),
         max_response_length=args.max_response_length,
     )
-    return Task(tokenizer, train_rows, val_rows, scorer, sampling, partner, total_steps)
+    return Task(
+        tokenizer=tokenizer,
+        train_rows=train_rows,
+        val_rows=val_rows,
+        scorer=scorer,
+        sampling=sampling,
+        partner=partner,
+        total_steps=total_steps,
+        batch_size=num_prompts,
+        longest=args.longest,
+        rollout=args.rollout,
+        validation=args.validation,
+        max_error_frac=rewards.reward_max_error_frac,
+        seed=args.seed,
+    )
+
+
+def open_sampler(args: Any, task: Task, run: "Run", kind: type[Sampler] | None = None) -> Sampler:
+    """The sampler that the flags ask for, with its engine, which is asleep. Args: kind, of the sampler, instead."""
+    engine = make_engine(args.model, run.ranks, args.rollout, longest=task.longest, seed=args.seed)
+    kind = kind or args.decoding.sampler() or Sampler
+    return kind(engine, task, run.ranks, run.states, run.may_stop_after, make_room=run.offload, take_back=run.onload)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from rl.data.types import Sampling
-from rl.flags import Count, Every, Few, Free, Limit, Needs, PositiveShare, Share, Temperature, TemperatureOr0, TopK
+from rl.flags import Count, Every, Few, Free, Needs, PositiveShare, Share, Temperature, TemperatureOr0, TopK
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,6 @@ class Decoding:
     top_p: PositiveShare = 1.0
     top_k: TopK = -1  # sample among the k most likely tokens; -1 all
     min_p: Share = 0.0  # leave out tokens whose probability is less than this share of the most likely token's
-    # sample so many more groups than a step needs, as a share of these, and do not wait for the longest responses: they
-    # go on in the next step, with its weights; 0 waits
-    partial_rollouts: Annotated[float, Limit("at least 0 and at most 100", lambda x: 0 <= x <= 100)] = 0.0
 
 
 @dataclass(frozen=True)

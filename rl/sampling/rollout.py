@@ -32,10 +32,12 @@ def gather_responses(
             shared = len(s.prompt_ids) + common_prefix(above.response_ids, s.response_ids)
         own.append(Response.of(s, score, shared=shared, rank=ranks.data_rank, number=number))
     prompts = {row["row_index"]: np.asarray(row["prompt_ids"], np.int32) for row in rows}
+    sources = {row["row_index"]: row.get("data_source", "") for row in rows}
     samples, gathered = iter(own_samples), []
     for r in ranks.all_gather(own):
         sample = next(samples) if r.rank == ranks.data_rank else None
-        gathered.append(replace(r, prompt_ids=prompts[r.row_index], sample=sample))
+        source = sources[r.row_index]
+        gathered.append(replace(r, prompt_ids=prompts[r.row_index], data_source=source, sample=sample))
     return gathered
 
 

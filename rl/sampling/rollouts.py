@@ -13,16 +13,16 @@ the engine samples the other responses. What it answers is appended with mask 0,
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from rl import stop
 from rl.data.order import derive_seed
 from rl.data.rows import Row
-from rl.data.types import Completion, Outcome, Request, Sample, Sampling, sample_of, unknown
+from rl.data.types import Completion, Outcome, Request, Sample, Sampling, unknown
 from rl.sampling.engines.base import Engine
 
 STOP_EVERY = 16  # ranks that share an engine ask each other after so many decoding steps whether to stop
@@ -48,7 +48,9 @@ class Trajectory:
         return Request(self.key, [*self.row["prompt_ids"], *self.ids], rest, seed)
 
     def take(self, completion: Completion) -> None:
-        """Append what was sampled. Raises RuntimeError if not every token has a finite log-prob."""
+        """Append what was sampled. Raises RuntimeError if not every token has a finite log-prob, or if a column has
+        entries for more tokens than there are.
+        """
         ids, logprobs = completion.token_ids, np.asarray(completion.logprobs, np.float32)
         if len(ids) != len(logprobs) or not np.isfinite(logprobs).all():
             raise RuntimeError(
@@ -57,7 +59,13 @@ class Trajectory:
             )
         self._append(ids, 1, completion.logprobs)
         self.finish_reason = completion.finish_reason
+        num_tokens = len(self.row["prompt_ids"]) + len(self.ids)
         for name, column in completion.columns.items():
+            if len(column) > num_tokens:
+                raise RuntimeError(
+                    f"the engine returned {len(column)} {name} for the {num_tokens} tokens of row "
+                    f"{self.row['row_index']} and its response"
+                )
             # What an earlier turn was sampled with stays, also if the engine has read it again.
             earlier = self.columns.get(name, column[:0])
             self.columns[name] = np.concatenate([earlier, column[len(earlier) :]])
@@ -106,12 +114,6 @@ class Partner(Protocol):
         """Forget a response, which is complete or given up. Returns what there is to say of it."""
 
 
-def saved_group(row: Row, done: dict[int, Sample]) -> dict[str, Any]:
-    """A group as a checkpoint has it: its prompt, the responses that are done by number, and none in flight."""
-    about = {"row_index": row["row_index"], "prompt_ids": np.asarray(row["prompt_ids"], np.int32)}
-    return about | {"done": [[j, vars(sample)] for j, sample in done.items()], "open": []}
-
-
 class Rollouts:
     """Groups of responses in flight over one engine. Ranks that share it make all calls together.
 
@@ -144,6 +146,13 @@ class Rollouts:
             else:
                 self.partner.begin(x, derive_seed(*origin))
                 self.waiting.add(key)
+
+    def go_on(self, name: Hashable, size: int, done: dict[int, Sample], rest: Sequence[Trajectory]) -> None:
+        """Go on with a group of `size` responses: those that are done, by number, and the rest, which has begun."""
+        self.groups[name] = size, done
+        self.count += size
+        self.trajectories |= {x.key: x for x in rest}
+        self.pending += [x.key for x in rest]
 
     def is_open(self) -> bool:
         """Whether any response is in flight, of this rank or of one that shares the engine."""
@@ -187,14 +196,6 @@ class Rollouts:
                     return
             yield from self.step()
 
-    def pause(self) -> Iterator[tuple[Hashable, list[Sample]]]:
-        """`interrupt`, then wait for the partner where it was asked: it answers before others use it. Gives the groups
-        that become complete by that. Ranks of an engine wait together, and not if the run is asked to stop.
-        """
-        self.interrupt()
-        while self.engine.has_requests(waiting=bool(self.waiting)) and not stop.requested(self.engine.group):
-            yield from self.step()
-
     def interrupt(self) -> None:
         """Take what is in flight out of the engine, which may sleep then, or get new weights; see `resume`."""
         for completion in self.engine.abort():
@@ -203,39 +204,6 @@ class Rollouts:
     def resume(self) -> None:
         """Let the engine go on with what it does not have: each response behind the tokens that it has."""
         self.pending = [key for key in self.trajectories if key not in self.waiting]
-
-    def state(self) -> dict[Hashable, dict[str, Any]]:
-        """The groups in flight, by name, for a checkpoint: see `saved_group`."""
-        found = {}
-        for (name, j), x in self.trajectories.items():
-            if name not in found:
-                found[name] = saved_group(x.row, {} if self.partner else self.groups[name][1])
-            if not self.partner:  # what it has kept of a group is not saved, so that the group begins again
-                arrays = np.array(x.ids, np.int32), np.array(x.mask, np.int8), np.array(x.logprobs, np.float32)
-                found[name]["open"].append([j, *arrays, x.columns, x.seed, x.turns])
-        return found
-
-    def restore(self, name: Hashable, row: Row, sampling: Sampling, saved: dict[str, Any]) -> list[Sample]:
-        """Go on with a saved group; returns its samples if it is complete. It begins again if the prompt or
-        `sampling.n` are no longer the same, or a response is too long for `sampling.max_tokens`.
-        """
-        done = {j: sample_of(x) for j, x in saved["done"]}
-        numbers = sorted([*done, *(j for j, *_ in saved["open"])])
-        lengths = [len(x.response_ids) for x in done.values()] + [len(ids) + 1 for _, ids, *_ in saved["open"]]
-        is_same = numbers == list(range(sampling.n)) and list(saved["prompt_ids"]) == list(row["prompt_ids"])
-        if not is_same or max(lengths) > sampling.max_tokens:
-            self.start(name, row, sampling)
-            return []
-        if not saved["open"]:
-            return [done[j] for j in range(sampling.n)]
-        self.groups[name] = sampling.n, done
-        self.count += sampling.n
-        for j, ids, mask, logprobs, columns, seed, turns in saved["open"]:
-            x = self.trajectories[name, j] = Trajectory((name, j), row, sampling, seed)
-            x.ids, x.mask, x.logprobs = ids.tolist(), mask.tolist(), logprobs.tolist()
-            x.columns, x.turns = columns, turns
-            self.pending.append((name, j))
-        return []
 
     def check_complete(self) -> None:
         """Raise RuntimeError, naming a row, if the engine has nothing left to sample and a response has not come."""

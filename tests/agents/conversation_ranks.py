@@ -13,6 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from extras.agents import EnvironmentFlags, open_partner
+from extras.partial.in_flight import InFlight
 from rl import stop
 from rl.data.types import Sampling
 from rl.model.load import load_pretrained
@@ -20,8 +21,6 @@ from rl.model.sharding import full_tensors, shard
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.sampling.engines import make_engine
 from rl.sampling.engines.flags import Rollout
-from rl.sampling.flags import Decoding
-from rl.sampling.in_flight import InFlight
 from rl.sampling.rollout import check_engine
 from rl.sampling.rollouts import Rollouts
 
@@ -43,7 +42,7 @@ def partial_conversations(engine, partner, ranks, rows) -> list[int]:
     halves = [rows[i] for half in (0, 1) for i in range(half, 10, 2)]  # the first rank's environments answer at once
     rows = [row | {"row_index": i} for i, row in enumerate(halves)]
     way, found = Sampling(1, TEMPERATURE, max_tokens=200, stop_token_ids=STOPS), []
-    flight = InFlight(Decoding(partial_rollouts=0.5), rows, 2, ranks, [], 3)
+    flight = InFlight(0.5, rows, 2, ranks, [], 3)
     for step in range(3):
         new = [rows[3 * rank + i] for rank in range(2) for i in range(1 + (step == 0))][: 3 if step == 0 else 2]
         _, own, _ = flight.sample(engine, new, way, lambda row, group: None, partner, step=step)
@@ -58,7 +57,7 @@ def partial_steps(engine, policy, rollout, ranks) -> list[dict]:
     """Four steps of four groups, with four more in flight, and other weights in each."""
     rows = [dict(prompt_ids=[1, 35, 33 + i], row_index=i, extra_info={}) for i in range(20)]
     way, found = Sampling(2, TEMPERATURE, max_tokens=80, stop_token_ids=(2, 20)), []
-    flight = InFlight(Decoding(partial_rollouts=1.0), rows, 4, ranks, [], 3)
+    flight = InFlight(1.0, rows, 4, ranks, [], 3)
     for step in range(4):
         with torch.no_grad():
             for parameter in policy.parameters():

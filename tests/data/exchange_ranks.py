@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from helpers_data import scored, versions_of
 
+from extras.partial import waiting_groups
 from extras.variants import RULES, TokenSelection, components_of, token_selection
 from rl.data.batching import make_batch
 from rl.data.types import Outcome, Response, Sample, Score
 from rl.formulas import advantages
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.run import metrics
-from rl.sampling import waiting_groups
 from rl.sampling.rollout import gather_responses, lengths_of, scores_of
 
 CHOICE = TokenSelection(clip_cov_ratio=0.2, clip_cov_lb=-0.1, clip_cov_ub=0.5, kl_cov_ratio=0.15)

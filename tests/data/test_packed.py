@@ -13,9 +13,10 @@ from helpers_rows import make_tokenizer, rl_row
 from extras.demonstrations import load_comparisons, load_demonstrations
 from extras.demonstrations.encode import SIDES, add_given, encode_conversation, encode_demonstration
 from extras.demonstrations.rows import read_comparisons
+from extras.partial.rows import ByIndex
 from rl.data import packed, rows
 from rl.data.encode import encode_prompts
-from rl.data.order import ByIndex, prompts_for_step
+from rl.data.order import prompts_for_step
 from rl.data.packed import Packed, derive
 from rl.data.prompts import read_prompts
 from rl.data.rows import read_rows

@@ -11,9 +11,9 @@ import pytest
 import torch
 from helpers_data import ranks_without_group, sample, scored
 
+from extras.partial import waiting_groups
 from extras.variants import token_selection
 from rl.data.batching import collate, make_batch, shared_prefix
-from rl.sampling import waiting_groups
 from rl.sampling.rollout import gather_responses
 
 SAMPLES, SCORES, N = step.step_samples(), step.step_scores(), step.N

@@ -16,6 +16,7 @@ from functools import partial
 
 import helpers_scripts as h
 import launch
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -178,6 +179,10 @@ def again(completions, *keys):
     return completions + [x for x in completions if x.key in keys]
 
 
+def longer_columns(x):
+    return x._replace(columns={"versions": np.append(x.columns["versions"], x.columns["versions"])})
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -191,8 +196,9 @@ def again(completions, *keys):
             r"returned (\d+) tokens and \d+ log-probs for a response to row 13",
         ),
         (lambda c: again(c, (2, 0), (2, 1)), "returned response 0 to prompt 2, which it had returned before"),
+        (lambda c: edited(c, (1, 0), longer_columns), r"returned (\d+) versions for the \d+ tokens of row 11"),
     ],
-    ids=["lost", "too-few", "again", "too-many", "nan", "lengths", "twice"],
+    ids=["lost", "too-few", "again", "too-many", "nan", "lengths", "twice", "columns"],
 )
 def test_an_engine_that_returns_too_few_too_many_or_broken_samples_is_named_with_the_row(sample, change, words):
     with pytest.raises(RuntimeError, match=words):
@@ -202,7 +208,7 @@ def test_an_engine_that_returns_too_few_too_many_or_broken_samples_is_named_with
 @pytest.mark.parametrize("swap", [True, False])
 def test_an_engine_that_swaps_prompts_is_found_out_by_their_log_probs(sample, swap):
     other = [0, 2, 1, 3] if swap else range(4)
-    policy, samples, ranks = sample(lambda c: [x._replace(key=(other[x.key[0]], x.key[1])) for x in c])
+    policy, samples, ranks = sample(lambda c: [x._replace(key=(other[x.key[0]], x.key[1]), columns={}) for x in c])
     if swap:
         with pytest.raises(RuntimeError, match="does not hold the policy's weights"):
             check_engine(policy, samples, Sampling(temperature=1.0), Rollout(max_logprob_gap=1e-4), ranks)

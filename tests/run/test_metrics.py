@@ -59,11 +59,11 @@ def test_groups_without_spread():
 
 def test_scores_of_a_step_by_hand():
     values = [1.0, 0.0, None, 1.0, 0.5, -2.0]
-    rows = [{"row_index": 7, "data_source": "math"}, {"row_index": 5, "data_source": "code"}]
+    sources = {7: "math", 5: "code"}
     parts = [{"acc": 1.0}, {"acc": 0.0}, {}, {"acc": 0.0}, {}, {}]
     status = ["none" if value is None else "ok" for value in values]
     responses = [
-        response(row_index=row, score=scored(value, part, how, seconds=0.5))
+        response(row_index=row, data_source=sources[row], score=scored(value, part, how, seconds=0.5))
         for row, value, part, how in zip([5, 5, 7, 5, 7, 7], values, parts, status, strict=True)
     ]
     expected = {
@@ -77,12 +77,12 @@ def test_scores_of_a_step_by_hand():
         "reward/seconds_max": 0.5,
         "reward/code/acc": 1 / 3,
     }
-    assert same(of_scores(responses, rows), expected)
+    assert same(of_scores(responses), expected)
 
 
 def test_scores_when_nothing_could_be_scored():
     responses = [response(score=scored(None, status="timeout")) for _ in range(3)]
-    result = of_scores(responses, [{"row_index": 0, "data_source": "math"}])
+    result = of_scores(responses)
     assert math.isnan(result["critic/score/mean"]) and result["reward/timeout_frac"] == 1.0
     assert of_groups(torch.full((2, 3), NAN)) == {"reward/zero_std_frac": 1.0}
 

@@ -22,7 +22,7 @@ from extras.samplers.sampler import Sampler
 from rl import console
 from rl.console import progress_line
 from rl.data.order import derive_seed
-from rl.sampling import in_flight
+from rl.sampling import sampler
 from rl.sampling.rollouts import Rollouts
 
 
@@ -39,7 +39,7 @@ def pools(task, tmp_path, monkeypatch):
 
 def seed_by_number():
     """From now on train_grpo.py samples with the seeds that samplers have, not with the global generators."""
-    sample_groups, start, steps = in_flight.sample_groups, Rollouts.start, itertools.count()
+    sample_groups, start, steps = sampler.sample_groups, Rollouts.start, itertools.count()
 
     def sample(*arguments, seed):
         first = 4 * next(steps)
@@ -49,7 +49,7 @@ def seed_by_number():
         finally:
             Rollouts.start = start
 
-    in_flight.sample_groups = sample
+    sampler.sample_groups = sample
 
 
 # Up to three turns; the first messages depend on the seed, and every third row has no conversation.

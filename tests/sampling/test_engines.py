@@ -32,6 +32,7 @@ from extras.engines import hf
 from extras.engines.hf import processed_logprobs
 from extras.families import experts
 from extras.lora.adapters import is_adapter
+from extras.partial.in_flight import InFlight
 from rl.data.batching import collate
 from rl.data.order import derive_seed
 from rl.data.template import stop_token_ids
@@ -45,9 +46,7 @@ from rl.ranks import init_ranks
 from rl.run.arguments import check
 from rl.sampling.engines import vllm
 from rl.sampling.engines.flags import Rollout
-from rl.sampling.flags import Decoding
 from rl.sampling.groups import sample_groups
-from rl.sampling.in_flight import InFlight
 from rl.sampling.rollout import check_engine, sampled_by
 from rl.sampling.rollouts import Rollouts, Trajectory
 
@@ -484,7 +483,7 @@ def test_check_engine_looks_only_at_tokens_of_the_last_push(engine, policy, worl
 
 def test_responses_that_outlive_steps_have_the_log_probs_of_the_weights_that_sampled_each_token(every_engine, policy):
     """Keys and values of older weights, in the cache or by a shared prefix, would show as another log-prob."""
-    flight, way = InFlight(Decoding(partial_rollouts=1.0), ROWS, 2, init_ranks(), [], 3), Sampling(2, TEMPERATURE)
+    flight, way = InFlight(1.0, ROWS, 2, init_ranks(), [], 3), Sampling(2, TEMPERATURE)
     way, models_by_version, samples = replace(way, max_tokens=40, stop_token_ids=(2, *range(20, 24))), {}, []
     for step in range(6):
         change(policy, scale=0.05, seed=step)

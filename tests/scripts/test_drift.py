@@ -15,25 +15,18 @@ SUPERVISED = ("sft", "train_reward")
 STOP = "run.may_stop_after('{}')"
 # name -> scripts, of which the first is the model; the first and the last statement of the block
 BLOCKS = {
-    "a round begins": (["train_grpo", "train_ppo", *FAMILY, "train_dpo"], "engine.wake()", "run.evaluate(held_out)"),
-    "sampling": (
-        ["train_grpo", "train_ppo", FAMILY[0], *FAMILY[3:]],
-        "rows, own_samples, tickets = ",
-        STOP.format("gen"),
+    "a step begins": (
+        ["train_grpo", "train_ppo", FAMILY[0], "train_reinforce", "train_distill"],
+        "run.evaluate_if_due(",
+        "responses = sampler.sample(",
     ),
-    "engine checked": (["train_grpo", "train_ppo", *FAMILY, "train_dpo"], "engine.sleep()", STOP.format("verify")),
     "clipped policy loss": (["train_grpo", *CLIPPED], "ratio = ", "pg_loss = pg_loss * weights"),
     "learning rate": (["train_grpo", *FAMILY[:4], "train_dpo"], "lr = args.lr", "optimizer.param_groups[0]['lr'] = lr"),
     "optimizer step": (["train_grpo", *FAMILY, "train_dpo"], "norm = clip_grad_norm(", "norms.append("),
-    "end": (["train_grpo", "train_ppo", *FAMILY, "train_dpo"], "if run.evaluation_is_due():", "return "),
+    "end": (["train_grpo", "train_ppo", *FAMILY, "train_dpo"], "run.evaluate_if_due(", "return "),
     "step of demonstrations": (list(SUPERVISED), "norm = clip_grad_norm(", STOP.format("update")),
 }
-# Statements that a script has beside those of a block, and names that stand for another of the model.
-OWN = {
-    "train_ppo": ["run.offload()", "run.onload()"],
-    "train_prime": ["run.offload()", "run.onload()"],
-    "train_reinforce": ["own_samples = own_samples["],
-}
+# Names that stand for another of the model.
 NAMES = {"train_ppo": {"actor": "policy"}, "train_reward": {"model": "policy"}}
 
 
@@ -59,7 +52,7 @@ def block(source: str, script: str, first: str, last: str) -> list[str]:
         line = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), line)
         if line.startswith(first):
             found, inside = [], True  # the last run that begins so, up to its end
-        if inside and not any(line.startswith(own) for own in OWN.get(script, [])):
+        if inside:
             found.append(line)
         if inside and line.startswith(last):
             return found
@@ -95,6 +88,6 @@ def test_a_line_that_is_mended_in_one_script_only_is_noticed(name):
 
 
 @pytest.mark.parametrize("script", ["train_grpo", "train_ppo", *FAMILY, "train_dpo"])
-def test_the_eight_phases_stand_in_their_order(script):
+def test_the_six_phases_stand_in_their_order(script):
     found = list(dict.fromkeys(re.findall(r"^ +# (\d)[ab]?\. ", read(script), re.MULTILINE)))
-    assert found == [str(i) for i in range(1, 9)]
+    assert found == [str(i) for i in range(1, 7)]

@@ -26,7 +26,7 @@ import train_reward
 from extras.engines import hf
 from rl.data.order import derive_seed
 from rl.flags import _each, build, flat
-from rl.sampling import in_flight
+from rl.sampling import sampler
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -243,11 +243,11 @@ def test_steps_and_engines_have_seeds_of_their_own(script, task, tmp_path, monke
     module, settings_of, _ = RETURNING[script]
     seeds = []
 
-    def sample(*a, seed, original=in_flight.sample_groups, **kw):
+    def sample(*a, seed, original=sampler.sample_groups, **kw):
         seeds.append(seed)
         return original(*a, seed=seed, **kw)
 
-    monkeypatch.setattr(in_flight, "sample_groups", sample)
+    monkeypatch.setattr(sampler, "sample_groups", sample)
     for rank in (0, 1):
         monkeypatch.setattr(hf.Engine, "first_rank", property(lambda engine, rank=rank: rank, lambda *_: None), False)
         settings = settings_of(task, tmp_path / str(rank), seed=5) | dict(gen_batch_size=4, filter_groups=False)

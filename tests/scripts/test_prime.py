@@ -16,7 +16,7 @@ from extras.engines import hf
 from rl.flags import build
 from rl.model import load as models
 from rl.run import run
-from rl.sampling import in_flight
+from rl.sampling import sampler
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -261,12 +261,12 @@ def test_the_reward_model_is_on_the_host_while_the_engine_samples_and_no_infinit
         happened.append("clip")
         return math.inf if happened.count("clip") == 1 else norm  # the first is that of the reward model
 
-    def sample(*a, original=in_flight.sample_groups, **kw):
+    def sample(*a, original=sampler.sample_groups, **kw):
         happened.append("sample")
         return original(*a, **kw)
 
     monkeypatch.setattr(train_prime, "clip_grad_norm", clip)
-    monkeypatch.setattr(in_flight, "sample_groups", sample)
+    monkeypatch.setattr(sampler, "sample_groups", sample)
     prime(prm_offload=True, total_training_steps=1, test_freq=1)  # an evaluation at the end samples once more
     assert happened[:5] == ["offload", "sample", "onload", "clip", "clip"] and "offload" in happened[5:]
     h.assert_same(prime.weights(1, 1, "huggingface_prm"), h.original(task))

@@ -141,7 +141,7 @@ def test_scripts_hand_values_or_groups_to_functions():
     wrong = []
     for path in SCRIPTS:
         own = {node.name for node in tree(path).body if isinstance(node, ast.FunctionDef)}
-        takes_args = {"load_task", "check", "check_limits", "Run", *own}
+        takes_args = {"load_task", "open_sampler", "check", "check_limits", "Run", *own}
         for node in nodes(path):
             if isinstance(node, ast.Call):
                 given = [ast.unparse(x) for x in [*node.args, *(keyword.value for keyword in node.keywords)]]

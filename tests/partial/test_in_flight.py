@@ -13,6 +13,8 @@ from helpers_data import spans_of
 from transformers import AutoTokenizer
 
 from extras.agents import EnvironmentFlags, open_partner
+from extras.partial.in_flight import InFlight, pause
+from extras.partial.rows import begun_in_step
 from rl import stop
 from rl.data.order import prompts_for_step
 from rl.data.types import Sampling
@@ -21,9 +23,7 @@ from rl.ranks import Ranks, init_ranks
 from rl.run import loop_state
 from rl.sampling.engines import make_engine
 from rl.sampling.engines.flags import Rollout
-from rl.sampling.flags import Decoding
 from rl.sampling.groups import sample_groups
-from rl.sampling.in_flight import InFlight
 from rl.sampling.rollouts import Rollouts
 
 STOPS = (2, *range(20, 32))
@@ -44,7 +44,7 @@ def steps_of(engine, flight, steps, *, batch=4, way=WAY, partner=None):
     """Rows and samples of each of these steps; the engine's weights count as pushed before each."""
     for step in steps:
         engine.policy_version = step + 1
-        rows = prompts_for_step(ROWS, step, batch, 0, ahead=flight.ahead)
+        rows = begun_in_step(ROWS, step, batch, 0, flight.ahead)
         rows, samples, tickets = flight.sample(engine, rows, way, named, partner, step=step)
         assert [row["row_index"] for row in rows] == tickets == [s.row_index for s in samples[:: way.n]]
         yield tickets, samples
@@ -53,12 +53,12 @@ def steps_of(engine, flight, steps, *, batch=4, way=WAY, partner=None):
 def test_ahead_changes_when_rows_begin_and_not_their_order():
     whole = [row for step in range(12) for row in prompts_for_step(ROWS, step, 4, 7)]
     for ahead in (1, 4, 6):
-        begun = [row for step in range(9) for row in prompts_for_step(ROWS, step, 4, 7, ahead=ahead)]
+        begun = [row for step in range(9) for row in begun_in_step(ROWS, step, 4, 7, ahead)]
         assert len(begun) == 36 + ahead and begun == whole[: 36 + ahead]
 
 
 def test_every_group_is_trained_once_and_long_responses_as_often_as_short_ones(engine):
-    flight = InFlight(Decoding(partial_rollouts=0.5), ROWS, 4, init_ranks(), [], 5)
+    flight = InFlight(0.5, ROWS, 4, init_ranks(), [], 5)
     assert flight.ahead == 2
     found = list(steps_of(engine, flight, range(40)))
     begun = [row["row_index"] for step in range(42) for row in prompts_for_step(ROWS, step, 4, 0)][: 40 * 4 + 2]
@@ -83,11 +83,11 @@ def saved_and_read(flight, folder):
 
 
 def test_a_resumed_stream_samples_the_same_tokens(engine, tmp_path):
-    unbroken = InFlight(Decoding(partial_rollouts=0.5), ROWS, 4, init_ranks(), [], 5)
+    unbroken = InFlight(0.5, ROWS, 4, init_ranks(), [], 5)
     list(steps_of(engine, unbroken, range(3)))
     states = saved_and_read(unbroken, tmp_path)
     assert any(group["open"] for group in states[0]["in_flight"])
-    resumed = InFlight(Decoding(partial_rollouts=0.5), ROWS, 4, init_ranks(), states, 5)
+    resumed = InFlight(0.5, ROWS, 4, init_ranks(), states, 5)
     assert saved_and_read(resumed, tmp_path)[0].keys() == states[0].keys()  # a stop before the first step loses nothing
     expected = [list(steps_of(engine, unbroken, [step])) for step in range(3, 6)]
     found = [list(steps_of(engine, resumed, [step])) for step in range(3, 6)]
@@ -99,17 +99,17 @@ def test_a_resumed_stream_samples_the_same_tokens(engine, tmp_path):
 
 
 def test_groups_are_dealt_out_anew_and_begin_again_where_they_no_longer_fit(engine, tmp_path):
-    flight = InFlight(Decoding(partial_rollouts=1.0), ROWS, 4, init_ranks(), [], 5)
+    flight = InFlight(1.0, ROWS, 4, init_ranks(), [], 5)
     list(steps_of(engine, flight, range(2)))
     (state,) = saved_and_read(flight, tmp_path)
     numbers = [group["row_index"] for group in state["in_flight"]]
     assert len(numbers) == 4
     halves = [{"in_flight": state["in_flight"][:2]}, {"in_flight": state["in_flight"][2:]}]
     three = [replace(init_ranks(), rank=rank, size=3, data_rank=rank, data_size=3) for rank in range(3)]
-    dealt = [InFlight(Decoding(partial_rollouts=1.0), ROWS, 4, ranks, halves, 5).saved for ranks in three]
+    dealt = [InFlight(1.0, ROWS, 4, ranks, halves, 5).saved for ranks in three]
     assert [[group["row_index"] for group in own] for own in dealt] == [numbers[:1], numbers[1:2], numbers[2:]]
     changed = [row | {"prompt_ids": [5, 6]} if row["row_index"] == numbers[0] else row for row in ROWS]
-    other = InFlight(Decoding(partial_rollouts=1.0), changed, 4, init_ranks(), [state], 5)
+    other = InFlight(1.0, changed, 4, init_ranks(), [state], 5)
     engine.policy_version = 3
     rows, samples, _ = other.sample(engine, [], WAY, named, step=9)
     again = [s for s in samples if s.row_index == numbers[0]]
@@ -118,7 +118,7 @@ def test_groups_are_dealt_out_anew_and_begin_again_where_they_no_longer_fit(engi
 
 
 def test_groups_begin_again_if_they_are_longer_than_a_lowered_limit(engine, tmp_path):
-    flight = InFlight(Decoding(partial_rollouts=1.0), ROWS, 4, init_ranks(), [], 5)
+    flight = InFlight(1.0, ROWS, 4, init_ranks(), [], 5)
     list(steps_of(engine, flight, range(2)))
     (state,) = saved_and_read(flight, tmp_path)
     longest = {
@@ -129,7 +129,7 @@ def test_groups_begin_again_if_they_are_longer_than_a_lowered_limit(engine, tmp_
     }
     limit = sorted(longest.values())[1]
     assert 1 < limit < max(longest.values())
-    resumed = InFlight(Decoding(partial_rollouts=1.0), ROWS, 4, init_ranks(), [state], 5)
+    resumed = InFlight(1.0, ROWS, 4, init_ranks(), [state], 5)
     engine.policy_version = 3
     _, samples, _ = resumed.sample(engine, [], replace(WAY, max_tokens=limit), named, step=9)
     assert all(len(s.response_ids) <= limit for s in samples) and {s.row_index for s in samples} == longest.keys()
@@ -141,8 +141,8 @@ def test_every_rank_begins_as_many_groups_as_it_takes(engine):
     """7 prompts, and one ahead, on 5 ranks: the third has two of 7, and of 8 it would have one."""
     for rank in range(5):
         ranks = Alone(**vars(init_ranks()) | dict(rank=rank, size=5, data_rank=rank, data_size=5))
-        flight = InFlight(Decoding(partial_rollouts=0.1), ROWS, 7, ranks, [], 5)
-        rows, _, _ = flight.sample(engine, prompts_for_step(ROWS, 0, 7, 0, ahead=1), WAY, named, step=0)
+        flight = InFlight(0.1, ROWS, 7, ranks, [], 5)
+        rows, _, _ = flight.sample(engine, begun_in_step(ROWS, 0, 7, 0, 1), WAY, named, step=0)
         assert len(rows) == len(ranks.slice_of(7, rank)) and len(flight.state()["in_flight"]) == (rank == 4)
 
 
@@ -172,7 +172,7 @@ def test_conversations_outlive_a_step_too(engine, tiny_model, tmp_path, monkeypa
     partner = open_partner(flags, tokenizer, STOPS)
     try:
         way = replace(WAY, max_tokens=60)
-        flight = InFlight(Decoding(partial_rollouts=1.0), ROWS, 4, init_ranks(), [], 5)
+        flight = InFlight(1.0, ROWS, 4, init_ranks(), [], 5)
         found = []
         for step in range(6):
             found += steps_of(engine, flight, [step], way=way, partner=partner)
@@ -197,7 +197,7 @@ def test_conversations_outlive_a_step_too(engine, tiny_model, tmp_path, monkeypa
         assert slow.waiting
         start = time.monotonic()
         monkeypatch.setattr(stop, "requested", lambda group: True)
-        list(slow.pause())
+        list(pause(slow))
         assert slow.waiting and time.monotonic() - start < 50
     finally:
         partner.close()

@@ -1,0 +1,163 @@
+"""The responses of a step: sampled with the policy's weights, checked, scored, and known to every rank.
+
+    sampler = open_sampler(args, task, run)
+    for step in ...:
+        responses = sampler.sample(policy, step)      G responses to each of the step's P prompts, on all ranks
+    sampler.evaluate(policy)                          the same for held-out prompts
+
+A step has these phases: the engine wakes and gets the policy's weights (update_weights), it samples (gen), the
+trainer computes the log-probs of a few responses and compares them with the engine's (verify), and the scores of the
+responses are waited for (reward). Other processes score each group as soon as it is complete.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from rl.data.order import derive_seed, prompts_for_step
+from rl.data.packed import Lazy, Row
+from rl.data.types import Evaluation, Response, Sample, Sampling, Score
+from rl.model.load import weights_for_engine
+from rl.ranks import Ranks
+from rl.sampling.engines import Engine
+from rl.sampling.engines.flags import Rollout
+from rl.sampling.evaluation import evaluate
+from rl.sampling.flags import Validation
+from rl.sampling.groups import sample_groups
+from rl.sampling.rollout import check_engine, gather_responses
+from rl.sampling.rollouts import Partner
+from rl.scoring.pool import Scorer, Ticket, raise_if_failing
+
+
+class Task(NamedTuple):
+    """What responses are sampled for: prompts, how they are answered, and what scores the answers."""
+
+    tokenizer: PreTrainedTokenizerBase  # of --model
+    train_rows: Lazy[Row]  # of --train-files, with their prompts' tokens
+    val_rows: Lazy[Row]  # of --val-files
+    scorer: Scorer  # has started the processes that score responses
+    sampling: Sampling  # how responses are sampled: temperature, stop tokens, limit ...
+    partner: Partner | None  # what answers the policy in the middle of a response
+    total_steps: int
+    batch_size: int  # prompts whose responses a step gets (P)
+    longest: int  # tokens of a prompt and its response
+    rollout: Rollout  # flags of the engine
+    validation: Validation  # flags of evaluations
+    max_error_frac: float  # share of a step's responses that may fail to get a score
+    seed: int
+
+
+class Sampler:
+    """See above. All data ranks must make all calls.
+
+    Args:
+        engine: asleep.
+        states: what `state` gave on each rank of the run that is resumed; none in a new run.
+        end_phase: is called with the name of each phase that has ended. It does not return if the run was asked to
+            stop: what was sampled is incomplete then.
+        make_room, take_back: are called before the engine wakes, which needs memory, and when it sleeps again.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        task: Task,
+        ranks: Ranks,
+        states: Sequence[dict[str, Any]],
+        end_phase: Callable[[str], None],
+        make_room: Callable[[], None],
+        take_back: Callable[[], None],
+    ):
+        self.engine, self.task, self.ranks, self.states = engine, task, ranks, states
+        self.end_phase, self.make_room, self.take_back = end_phase, make_room, take_back
+        self.scorer = task.scorer
+        self.is_awake = False
+        # Of the last call of `sample`, since the engine is awake: the prompts of all ranks, and the responses that this
+        # rank has sampled.
+        self.rows: Sequence[Row] = ()
+        self.own_samples: Sequence[Sample] = ()
+        self.own_scores: Sequence[Score] = ()
+
+    @property
+    def version(self) -> int:
+        """How often the engine was given weights."""
+        return self.engine.policy_version
+
+    def wake(self, policy: nn.Module) -> None:
+        """Wake the engine and give it the policy's weights, unless it is awake and so has them."""
+        if not self.is_awake:
+            self.make_room()
+            self.engine.wake()
+            self.engine.update_weights(weights_for_engine(policy, self.ranks))
+            self.is_awake, self.own_samples, self.own_scores = True, [], []
+            self.end_phase("update_weights")
+
+    def sample(self, policy: nn.Module, step: int, *, stays_awake: bool = False) -> list[Response]:
+        """The responses of a step, groups side by side, in the order of `rows`. A prompt is a pure function of the seed
+        and the step, so a resumed run sees the prompts that the unbroken one would have seen.
+
+        Args: stays_awake, whether the engine may be asked for more before the policy changes; `sleep` must follow.
+        Raises RuntimeError if the engine does not hold the policy's weights, or too many responses get no score.
+        """
+        self.wake(policy)
+        self.rows, self.own_samples, tickets = self.complete_groups(step)
+        self.end_phase("gen")
+        if not stays_awake:
+            self.sleep(policy)
+        self.own_scores = self.collect(tickets)
+        self.end_phase("reward")
+        responses = gather_responses(self.own_samples, self.own_scores, self.rows, self.ranks)
+        raise_if_failing(responses, self.task.max_error_frac)
+        return responses
+
+    def prompts(self, step: int) -> list[Row]:
+        """The P prompts of a step, on all ranks."""
+        return prompts_for_step(self.task.train_rows, step, self.task.batch_size, self.task.seed)
+
+    def complete_groups(self, step: int) -> tuple[Sequence[Row], list[Sample], list[Ticket]]:
+        """The prompts of a step, on all ranks; this rank's responses to its share of them, groups side by side; and a
+        ticket for the scores of each group.
+        """
+        task, rows = self.task, self.prompts(step)
+        own_rows, seed = self.ranks.own_slice(rows), derive_seed(task.seed, step, self.engine.first_rank)
+        on_group = self.scorer.submit
+        return rows, *sample_groups(self.engine, own_rows, task.sampling, on_group, task.partner, seed=seed)
+
+    def collect(self, tickets: Sequence[Ticket]) -> list[Score]:
+        """Wait for the scores of this rank's samples."""
+        return self.scorer.collect(tickets)
+
+    def sleep(self, policy: nn.Module) -> None:
+        """Let the engine sleep, and check by the last samples that it has the policy's weights."""
+        self.engine.sleep()
+        self.is_awake = False
+        self.take_back()
+        sampling, flags = self.task.sampling, self.task.rollout
+        check_engine(policy, self.own_samples, sampling, flags, self.ranks, version=self.version)
+        self.end_phase("verify")
+
+    def evaluate(self, policy: nn.Module) -> Evaluation:
+        """Score responses of the policy to held-out prompts."""
+        self.wake(policy)
+        task = self.task
+        return evaluate(
+            self.engine,
+            self.scorer,
+            task.val_rows,
+            task.sampling,
+            task.validation,
+            self.ranks,
+            task.partner,
+            seed=task.seed,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of this rank's sampler beside the number of the step: nothing."""
+        return {}
+
+    def close(self) -> None:
+        """End the processes that score, and the engine."""
+        self.scorer.close()
+        self.engine.close()
