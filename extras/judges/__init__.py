@@ -74,17 +74,24 @@ def fixed_scores(model: Any, batch: Any, micro_batches: Iterable[list[int]]) -> 
 
 
 def check_critic(path: str | None, tokenizer: Any, learning: Any, *, policy: str, longest: int) -> None:
-    """Raise ValueError if the model of --critic-model cannot be the critic: see `critic.check_critic`."""
-    from extras.judges import critic
+    """Raise ValueError naming --critic-model if the model in `path` cannot be the critic: see `checks.check_model`. No
+    path stands for the model of the policy, which is checked elsewhere.
+    """
+    from extras.judges.critic import FLAG, KIND
+    from rl.model.checks import check_model
 
-    critic.check_critic(path, tokenizer, learning, policy=policy, longest=longest)
+    if path is not None:
+        check_model(path, KIND, flag=FLAG, longest=longest, learning=learning, policy=policy, tokenizer=tokenizer)
 
 
 def load_critic(path: str, ranks: Any, learning: Any, memory: Any, *, longest: int, seed: int) -> Any:
-    """A critic from a causal LM or a reward model, to be trained: see `critic.load_critic`. All ranks must enter."""
-    from extras.judges import critic
+    """A critic from a causal LM or a reward model, which keeps its own head, to be trained. All ranks must enter.
+    Raises ValueError as `load_model`.
+    """
+    from extras.judges.critic import FLAG, KIND
+    from rl.model.load import load_model
 
-    return critic.load_critic(path, ranks, learning, memory, longest=longest, seed=seed)
+    return load_model(path, ranks, learning, memory, kind=KIND, longest=longest, seed=seed, flag=FLAG)
 
 
 def token_values(model: Any, batch: Any) -> Any:

@@ -7,39 +7,15 @@ at the last one. A new head is zero, so that V = 0 everywhere until the first up
 from collections.abc import Sequence
 
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from extras.judges.scalar_models import ScalarModel, score_head
 from rl.data.batching import Update
 from rl.data.types import Batch
-from rl.model.checks import check_model
-from rl.model.load import load_model
 from rl.model.logprobs import over_micro_batches, run_on_responses
-from rl.model.roles import Learning
-from rl.model.sharding import Memory
 from rl.ranks import Ranks
 
 FLAG = "--critic-model"
-
-
-KIND = ScalarModel(nn.init.zeros_)
-
-
-def check_critic(
-    path: str | None, tokenizer: PreTrainedTokenizerBase, learning: Learning, *, policy: str, longest: int
-) -> None:
-    """Raise ValueError naming the flag if the model in `path` cannot be the critic: see `checks.check_model`, which has
-    the arguments. No path stands for the model of the policy, which is checked elsewhere.
-    """
-    if path is not None:
-        check_model(path, KIND, flag=FLAG, longest=longest, learning=learning, policy=policy, tokenizer=tokenizer)
-
-
-def load_critic(path: str, ranks: Ranks, learning: Learning, memory: Memory, *, longest: int, seed: int) -> nn.Module:
-    """A critic from a causal LM or a reward model, to be trained. A model without a score head gets one of zeros; a
-    reward model keeps its own. All ranks must enter. Raises ValueError as `load.load_model`.
-    """
-    return load_model(path, ranks, learning, memory, kind=KIND, longest=longest, seed=seed, flag=FLAG)
+KIND = ScalarModel(nn.init.zeros_)  # what a critic is read as: a model without a score head gets one of zeros
 
 
 def token_values(model: nn.Module, batch: Batch) -> Tensor:

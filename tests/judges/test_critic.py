@@ -20,6 +20,7 @@ from transformers import (
 from workers import values as worker
 from workers.objectives import largest_error, make_batch, plain_model
 
+from extras import judges
 from extras.judges import critic
 from extras.lora import LoRA
 from extras.offload import host
@@ -257,7 +258,7 @@ def test_models_that_give_no_values_are_refused(refused, tiny_model, judge):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
 
     def check(folder, longest=worker.LONGEST):
-        critic.check_critic(str(folder), tokenizer, LoRA(), policy=tiny_model, longest=longest)
+        judges.check_critic(str(folder), tokenizer, LoRA(), policy=tiny_model, longest=longest)
 
     for name, words in (
         ("two_labels", "its head gives 2 labels, it has to give 1; choose another model"),

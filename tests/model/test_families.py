@@ -26,6 +26,7 @@ from transformers import (
 from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_logprobs
 
 import sft
+from extras import judges
 from extras.demonstrations import load_demonstrations
 from extras.engines import hf
 from extras.judges import critic, scalar_models
@@ -137,7 +138,7 @@ def judge(folder_of, tmp_path):
 
 def test_critics_and_reward_models_run_padded_too(judge, batch, world, capsys):
     memory = Memory(activation_checkpointing="none", compile=False)
-    model = critic.load_critic(judge, world, LoRA(), memory, longest=50, seed=0)
+    model = judges.load_critic(judge, world, LoRA(), memory, longest=50, seed=0)
     assert model.packed.layout is not None and "--critic-model: gemma2 runs padded" in capsys.readouterr().out
     plain = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32).eval()
     plain.config.pad_token_id = None  # so that it scores the last token

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForSequenceClassification
 
+from extras import judges
 from extras.judges import critic
 from extras.lora import LoRA
 from extras.offload import host
@@ -38,7 +39,7 @@ def head_weight(size: int) -> torch.Tensor:
 def load_critic(path: str, ranks: Ranks) -> nn.Module:
     """A sharded critic as train_ppo.py loads it."""
     memory = Memory(activation_checkpointing="none", compile=False)
-    return critic.load_critic(path, ranks, LoRA(), memory, longest=LONGEST, seed=0)
+    return judges.load_critic(path, ranks, LoRA(), memory, longest=LONGEST, seed=0)
 
 
 def objective(batch: Batch, values: torch.Tensor) -> torch.Tensor:
