@@ -48,9 +48,23 @@ class Adapters(Family):
     base_sha256: str  # of its weights; on rank 0 only
     has_expert_adapters: bool = False
 
-    def tested(self, flag: str) -> contextlib.AbstractContextManager[None]:
-        """See `watched`."""
-        return watched(self.model, flag=flag)
+    @contextlib.contextmanager
+    def tested(self, flag: str) -> Iterator[None]:
+        """The model must run meanwhile. Raises ValueError at the end if a layer with an adapter was not called: the
+        model has multiplied by the layer's weight itself, so that the adapter would have no effect.
+        """
+        layers = {name: x for name, x in self.model.named_modules() if isinstance(x, ADAPTED)}
+        idle = dict.fromkeys(layers)
+        hooks = [x.register_forward_hook(lambda *_, name=name: idle.pop(name, None)) for name, x in layers.items()]
+        yield
+        for hook in hooks:
+            hook.remove()
+        if idle:
+            kinds = [" ".join(sorted({x.rpartition(".")[2] for x in names})) for names in (idle, layers.keys() - idle)]
+            raise ValueError(
+                f"--target-modules: {flag}, a {self.model.config.model_type}, takes the weights of {kinds[0]} without "
+                f"calling the layers, so adapters there would do nothing; name others, such as {kinds[1]}"
+            )
 
     def reference(self) -> "Base":
         """The model without its adapters."""
@@ -65,8 +79,36 @@ class Adapters(Family):
         return merged(self.model, named_tensors)
 
     def save(self, folder: pathlib.Path, suffix: str, weights: dict[str, Tensor]) -> dict[str, str]:
-        """Write adapter/ for PEFT. A checkpoint remembers the model that the adapters stand beside."""
-        write(folder / f"adapter{suffix}", self, weights)
+        """Write adapter/ for PEFT: adapter_config.json and adapter_model.safetensors. A checkpoint remembers the model
+        that the adapters stand beside.
+        """
+        folder = folder / f"adapter{suffix}"
+        folder.mkdir(parents=True)
+        is_lm = self.model.can_generate()
+        # If a model has experts, PEFT takes layers of these names for theirs; it finds the right ones as parameters.
+        has_experts = bool(experts.experts_of(self.model))
+        renamed = [x for x in self.targets if has_experts and x.rpartition(".")[2] in EXPERT_NAMES]
+        parameters = [f"experts.{weight}" for weight in experts.WEIGHTS] if self.has_expert_adapters else []
+        parameters += [f"{name}.weight" for name in renamed]
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM" if is_lm else "SEQ_CLS",
+            "base_model_name_or_path": self.base,
+            **({"target_parameters": parameters} if parameters else {}),
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "target_modules": [x for x in self.targets if x not in renamed],
+            "modules_to_save": None if is_lm else ["score"],
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+        saved = {name: x for name, x in weights.items() if is_adapter(name) or name == "score.weight"}
+        saved = dict(itertools.starmap(experts.for_peft, saved.items()))
+        saved = {f"base_model.model.{name}": x.contiguous() for name, x in saved.items()}
+        save_file(saved, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         return {"base": self.base, "base_sha256": self.base_sha256}
 
     def check_saved(self, record: dict[str, str], path: pathlib.Path) -> None:
@@ -196,25 +238,6 @@ def is_adapter(name: str) -> bool:
     return name.endswith(tuple(f".{part}.weight" for part in PARTS))
 
 
-@contextlib.contextmanager
-def watched(model: nn.Module, *, flag: str = "--model") -> Iterator[None]:
-    """The model must run meanwhile. Raises ValueError at the end if a layer with an adapter was not called: the model
-    has multiplied by the layer's weight itself, so that the adapter would have no effect.
-    """
-    layers = {name: x for name, x in model.named_modules() if isinstance(x, ADAPTED)}
-    idle = dict.fromkeys(layers)
-    hooks = [x.register_forward_hook(lambda *_, name=name: idle.pop(name, None)) for name, x in layers.items()]
-    yield
-    for hook in hooks:
-        hook.remove()
-    if idle:
-        of = [" ".join(sorted({name.rpartition(".")[2] for name in names})) for names in (idle, layers.keys() - idle)]
-        raise ValueError(
-            f"--target-modules: {flag}, a {model.config.model_type}, takes the weights of {of[0]} without calling the "
-            f"layers, so adapters there would do nothing; name others, such as {of[1]}"
-        )
-
-
 class Base:
     """What a model with adapters was before training: a model for `logprobs.fixed_logprobs`, without own memory."""
 
@@ -278,33 +301,3 @@ def rounded(x: Tensor) -> Tensor:
     fraction = product.bitwise_right_shift_(16).add_(0x8000)  # of 2 ** 16
     upper = fraction.add_(x.contiguous().view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32)
     return upper.masked_fill_(x.isnan(), torch.nan).bfloat16()
-
-
-def write(folder: pathlib.Path, adapters: Adapters, weights: dict[str, Tensor]) -> None:
-    """Write adapter_config.json and adapter_model.safetensors for PEFT, from whole tensors by name on the host."""
-    folder.mkdir(parents=True)
-    is_lm = adapters.model.can_generate()
-    # If a model has experts, PEFT takes layers of these names for theirs; it finds the right ones as parameters.
-    has_experts = bool(experts.experts_of(adapters.model))
-    renamed = [x for x in adapters.targets if has_experts and x.rpartition(".")[2] in EXPERT_NAMES]
-    parameters = [f"experts.{weight}" for weight in experts.WEIGHTS] if adapters.has_expert_adapters else []
-    parameters += [f"{name}.weight" for name in renamed]
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if is_lm else "SEQ_CLS",
-        "base_model_name_or_path": adapters.base,
-        **({"target_parameters": parameters} if parameters else {}),
-        "r": adapters.rank,
-        "lora_alpha": adapters.alpha,
-        "target_modules": [x for x in adapters.targets if x not in renamed],
-        "modules_to_save": None if is_lm else ["score"],
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
-    saved = {name: x for name, x in weights.items() if is_adapter(name) or name == "score.weight"}
-    saved = dict(itertools.starmap(experts.for_peft, saved.items()))
-    saved = {f"base_model.model.{name}": x.contiguous() for name, x in saved.items()}
-    save_file(saved, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -41,9 +41,8 @@ def policy(tiny_model, world):
 def folder(policy, tmp_path_factory):
     """The adapters as a checkpoint has them."""
     folder = tmp_path_factory.mktemp("peft") / "adapter"
-    lora.write(
-        folder, policy.packed.families[-1], {name: x.detach().full_tensor() for name, x in learning(policy).items()}
-    )
+    weights = {name: x.detach().full_tensor() for name, x in learning(policy).items()}
+    policy.packed.families[-1].save(folder.parent, "", weights)
     return folder
 
 
@@ -118,11 +117,8 @@ def test_peft_loads_a_reward_model_with_its_head(tiny_model, batch, world, tmp_p
     options = dict(kind=model_to_score(3), longest=64, seed=0)
     model = models.load_model(tiny_model, world, lora.LoRA(lora_rank=4), Memory(compile=False), **options)
     make_them_count(model)
-    lora.write(
-        tmp_path / "adapter",
-        model.packed.families[-1],
-        {name: x.detach().full_tensor() for name, x in learning(model).items()},
-    )
+    weights = {name: x.detach().full_tensor() for name, x in learning(model).items()}
+    model.packed.families[-1].save(tmp_path, "", weights)
     base = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1, dtype=torch.float32)
     base.config.pad_token_id = None  # so that it scores the last token
     theirs = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()

@@ -17,7 +17,6 @@ import train_grpo
 from extras.engines import hf
 from extras.families import experts
 from extras.families.ways import use_way
-from extras.lora import adapters as lora
 from extras.lora import experts as lora_experts
 from rl.data.batching import collate, plan_updates
 from rl.data.types import Sample, Sampling, take_rows
@@ -244,11 +243,8 @@ def test_experts_with_adapters_compute_and_learn_as_in_peft(folder_of, batch, ad
     """Ours, PEFT with the files that we write, and the merged weights in transformers."""
     learning = {name: x for name, x in adapted.named_parameters() if x.requires_grad}
     assert sum("_proj_adapter" in name for name in learning) == 2 * LAYERS * 2
-    lora.write(
-        tmp_path / "adapter",
-        adapted.packed.families[-1],
-        {name: x.detach().full_tensor() for name, x in learning.items()},
-    )
+    weights = {name: x.detach().full_tensor() for name, x in learning.items()}
+    adapted.packed.families[-1].save(tmp_path, "", weights)
     base = families.plain(folder_of["experts"])
     theirs = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True).eval().requires_grad_(True)
     ours = token_logprobs(adapted, batch, sampling=SAMPLING)[0]
@@ -277,11 +273,8 @@ def test_peft_has_adapters_beside_experts_where_they_belong(has_experts, folder_
     folder = folder_of["experts in groups"]
     model = families.load_with_adapters(folder, world, lora_rank=8, lora_experts=has_experts)
     learning = {name: x for name, x in families.make_them_count(model).named_parameters() if x.requires_grad}
-    lora.write(
-        tmp_path / "adapter",
-        model.packed.families[-1],
-        {name: x.detach().full_tensor() for name, x in learning.items()},
-    )
+    weights = {name: x.detach().full_tensor() for name, x in learning.items()}
+    model.packed.families[-1].save(tmp_path, "", weights)
     theirs = PeftModel.from_pretrained(families.plain(folder), tmp_path / "adapter").eval()
     ours = token_logprobs(model, batch, sampling=SAMPLING)[0]
     for i, n in enumerate(batch.lengths.tolist()):
