@@ -1,6 +1,6 @@
 """LoRA: small matrices learn beside the weights of a model, which stay as they are.
 
-`LoRA` is the group of flags about what learns. The core knows it as an `rl.model.family.Learning`, and a model with
+`LoRA` is the group of flags about what learns. The core knows it as an `rl.model.roles.Learning`, and a model with
 adapters has a family that stands in adapters.py; experts.py adds adapters to the experts of a mixture.
 """
 

@@ -51,11 +51,11 @@ def keep_moments_on_host(optimizer: torch.optim.AdamW, device: torch.device) -> 
         for kind, moment in optimizer.state.get(x, {}).items():
             if kind == "step":  # a number
                 continue
-            own = own_part(moment)
+            part = own_part(moment)
             if (x, kind) not in homes:
-                homes[x, kind] = _pinned(own, device)
-            own = homes[x, kind].copy_(own) if home else own.to(device, copy=True)
-            optimizer.state[x][kind] = with_part(moment, own)
+                homes[x, kind] = _pinned(part, device)
+            part = homes[x, kind].copy_(part) if home else part.to(device, copy=True)
+            optimizer.state[x][kind] = with_part(moment, part)
 
     def step() -> None:
         grads = {x: x.grad for group in optimizer.param_groups for x in group["params"] if x.grad is not None}

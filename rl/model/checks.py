@@ -85,12 +85,12 @@ def read_model(
 @contextlib.contextmanager
 def _precision_of_files() -> Iterator[None]:
     """Let transformers read weights without casting them: float32 copies of bfloat16 files would fill the host."""
-    own = core_model_loading._materialize_copy
-    core_model_loading._materialize_copy = lambda tensor, device=None, dtype=None: own(tensor, device)
+    original = core_model_loading._materialize_copy
+    core_model_loading._materialize_copy = lambda tensor, device=None, dtype=None: original(tensor, device)
     try:
         yield
     finally:
-        core_model_loading._materialize_copy = own
+        core_model_loading._materialize_copy = original
 
 
 def _unreadable(path: str, flag: str, what: str, error: Exception) -> str:

@@ -159,15 +159,15 @@ def pack(batch: Batch, model: nn.Module) -> tuple[list[Pass], Tensor]:
     row, position = (torch.arange(n, device=batch.input_ids.device) for n in (b, T))
     real = position < batch.lengths[:, None]  # (b, T)
     shared = shared_prefix(batch) * all(x.shares_beginnings for x in model.packed.families)
-    own = real & (position >= shared[:, None])  # (b, T) computed for this row, the others for one above
-    place = own.flatten().cumsum(0).view(b, T) - 1  # (b, T) in the packed row, of each row's own tokens
-    owner = torch.where(own, row[:, None], 0).cummax(0).values  # (b, T) the nearest row, from here up, that has its own
+    is_own = real & (position >= shared[:, None])  # (b, T) computed for this row, the others for one above
+    place = is_own.flatten().cumsum(0).view(b, T) - 1  # (b, T) in the packed row, of each row's own tokens
+    owner = torch.where(is_own, row[:, None], 0).cummax(0).values  # (b, T) nearest row, from here up, that computes it
     place = place.gather(0, owner)  # of all tokens
-    borders, key_borders = (F.pad(n.cumsum(0), (1, 0)).to(torch.int32) for n in (own.sum(1), batch.lengths))
+    borders, key_borders = (F.pad(n.cumsum(0), (1, 0)).to(torch.int32) for n in (is_own.sum(1), batch.lengths))
     packing = Packing(borders, key_borders, place[real], position[: batch.lengths.max()])
-    ids, positions = batch.input_ids[own][None], position.expand(b, T)[own][None]
+    ids, positions = batch.input_ids[is_own][None], position.expand(b, T)[is_own][None]
     inputs = dict(input_ids=ids, position_ids=positions, packing=packing)
-    return [Pass(inputs, lambda x: x[own], batch.input_ids, real)], place
+    return [Pass(inputs, lambda x: x[is_own], batch.input_ids, real)], place
 
 
 def add_packed_forward(
@@ -201,8 +201,8 @@ def _forward(self, head, inputs, wanted):
 def in_chunks(head: Callable, *tensors: Tensor) -> tuple[Tensor, ...]:
     """What a head gives for tensors (R, ...), computed on at most HEAD_CHUNK rows at a time, since logits are large."""
     count = math.ceil(len(tensors[0]) / HEAD_CHUNK)  # of equal size: a chunk of one token would be compiled for itself
-    found = [head(*parts) for parts in zip(*(x.tensor_split(count) for x in tensors), strict=True)]
-    return tuple(torch.cat(x) for x in zip(*found, strict=True))
+    results = [head(*parts) for parts in zip(*(x.tensor_split(count) for x in tensors), strict=True)]
+    return tuple(torch.cat(x) for x in zip(*results, strict=True))
 
 
 def response_logprobs(

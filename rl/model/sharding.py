@@ -173,11 +173,11 @@ def sum_gradients(model: nn.Module) -> None:
 
 def outermost(model: nn.Module, class_names: Iterable[str]) -> list[nn.Module]:
     """The submodules of these classes, but those that are part of another one."""
-    found: dict[str, nn.Module] = {}
+    units: dict[str, nn.Module] = {}
     for name, module in model.named_modules():  # what contains comes before what is contained
-        if type(module).__name__ in class_names and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = module
-    return list(found.values())
+        if type(module).__name__ in class_names and not any(name.startswith(f"{outer}.") for outer in units):
+            units[name] = module
+    return list(units.values())
 
 
 def _compile_for_all_lengths(forward: Callable) -> Callable:
@@ -212,18 +212,18 @@ def own_part(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def with_part(like: Tensor, own: Tensor) -> Tensor:
-    """A tensor sharded as `like`, of which this rank has `own`, wherever that is."""
+def with_part(like: Tensor, part: Tensor) -> Tensor:
+    """A tensor sharded as `like`, of which this rank has a `part`, wherever that is."""
     # Not DTensor.from_local, which would bring what is on the host to the device.
-    return DTensor(own, like._spec, requires_grad=False) if isinstance(like, DTensor) else own
+    return DTensor(part, like._spec, requires_grad=False) if isinstance(like, DTensor) else part
 
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Give `target` the parameters of `source`, in its own precision: two models of one kind, sharded alike."""
-    own = dict(source.named_parameters())
+    weights = dict(source.named_parameters())
     for name, y in target.named_parameters():
-        own_part(y).copy_(own_part(own[name]))
+        own_part(y).copy_(own_part(weights[name]))
 
 
 def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -253,11 +253,11 @@ def _whole(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> l
     if size == 1:
         return [x.to(device, non_blocking=True).to(dtype) for x in local]
     counts = [math.ceil(len(x) / size) * x.shape[1:].numel() for x in tensors]  # the last ranks may have fewer
-    own = torch.zeros(sum(counts), dtype=dtype, device=device)
-    places = [place[: x.numel()] for place, x in zip(own.split(counts), local, strict=True)]
+    rows = torch.zeros(sum(counts), dtype=dtype, device=device)
+    places = [place[: x.numel()] for place, x in zip(rows.split(counts), local, strict=True)]
     torch._foreach_copy_(places, [x.flatten() for x in local], non_blocking=True)  # or the host would cast
-    every = [torch.empty_like(own) for _ in range(size)]
-    dist.all_gather(every, own, mesh.get_group(mesh.ndim - 1))
+    every = [torch.empty_like(rows) for _ in range(size)]
+    dist.all_gather(every, rows, mesh.get_group(mesh.ndim - 1))
     parts = zip(*(gathered.split(counts) for gathered in every), strict=True)  # of each tensor, those of all ranks
     return [torch.cat(part)[: x.numel()].view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
