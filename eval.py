@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from extras.agents import EnvironmentFlags, check_rows, open_partner
+from extras.voting import elected
 from rl.data.encode import encode_prompts
 from rl.data.flags import Texts
 from rl.data.order import derive_seed
@@ -26,7 +27,7 @@ from rl.ranks import init_ranks, shutdown_ranks
 from rl.run.command_line import parse
 from rl.sampling.engines import check_engine_flags, make_engine
 from rl.sampling.engines.flags import EngineFlags, Rollout
-from rl.sampling.evaluation import elected, of_scoring
+from rl.sampling.evaluation import of_scoring
 from rl.sampling.flags import Decoding
 from rl.sampling.groups import sample_groups, sampling_settings
 from rl.scoring.flags import Scoring
@@ -103,8 +104,7 @@ def main(args: Args) -> dict[str, float]:
     }
     if args.rollout_n > 1 or args.k:
         correct = [sum(s.accuracy >= args.correct_at for s in group) for group in groups]
-        powers = [2**i for i in range(args.rollout_n.bit_length()) if 2**i <= args.rollout_n]
-        for k in args.k or powers:
+        for k in args.k or [2**i for i in range(args.rollout_n.bit_length())]:  # by default powers of two up to G
             metrics[f"pass@{k}"] = sum(pass_at_k(args.rollout_n, c, k) for c in correct) / len(groups)
         winners = [elected(group) for group in groups]
         metrics[f"maj@{args.rollout_n}"] = sum(winner.accuracy for winner in winners if winner) / len(groups)

@@ -1,11 +1,11 @@
 """Held-out prompts, answered with the current weights."""
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
+from extras.voting import elected
 from rl import stop
 from rl.data.order import derive_seed
 from rl.data.types import Evaluation, Sample, Sampling, Score
@@ -122,24 +122,3 @@ def mean_by_name(found: Sequence[dict[str, float]]) -> dict[str, float]:
         for name, value in part.items():
             values.setdefault(name, []).append(value)
     return {name: sum(x) / len(x) for name, x in values.items()}
-
-
-def final_answer(text: str) -> str | None:
-    """The answer that a response votes for: what its last \\boxed{} holds, or else its last number, without commas."""
-    before, found, after = text.rpartition("\\boxed{")
-    depth = 1
-    for i, letter in enumerate(after if found else ""):
-        depth += {"{": 1, "}": -1}.get(letter, 0)
-        if depth == 0:
-            return after[:i].strip()
-    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
-    return numbers[-1].replace(",", "") if numbers else None
-
-
-def elected(scores: Sequence[Score]) -> Score | None:
-    """The score of the first response that gives the most frequent `final_answer`, of ties the one seen first; None if
-    no response gives an answer.
-    """
-    answers = [final_answer(score.text) for score in scores]
-    votes = Counter(answer for answer in answers if answer is not None)
-    return scores[answers.index(votes.most_common(1)[0][0])] if votes else None

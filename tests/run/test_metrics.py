@@ -10,11 +10,11 @@ from helpers_data import ranks_without_group, response, scored
 
 from eval import pass_at_k
 from rl.console import progress_line
-from rl.data.types import Batch, Score, take_rows
+from rl.data.types import Batch, take_rows
 from rl.ranks import Ranks
 from rl.run.means import Means, describe, describe_tokens, of_norms, of_staleness
 from rl.run.metrics import of_groups, of_lengths, of_scores
-from rl.sampling.evaluation import elected, final_answer, mean_by_name, of_prompt, of_scoring
+from rl.sampling.evaluation import mean_by_name, of_prompt, of_scoring
 
 NAN, INF = math.nan, math.inf
 
@@ -203,39 +203,6 @@ def test_pass_at_k_example_and_limits():
     for k in (0, 5, -1):
         with pytest.raises(ValueError, match=f"pass@{k} needs 1 <= k <= n = 4"):
             pass_at_k(4, 1, k)
-
-
-@pytest.mark.parametrize(
-    ("answers", "winner"),
-    [
-        (["7", "8", "8"], 1),
-        (["7", "8", "8", "7"], 0),  # a tie goes to the answer seen first
-        ([None, "8", None, "7", None], 1),  # no answer is no vote, however many there are
-        ([None, "1", "2", "2"], 2),
-        ([None, None], None),
-        ([], None),
-    ],
-)
-def test_majority_vote(answers, winner):
-    scores = [Score(answer or "", float(i), {}, "ok", 0.0) for i, answer in enumerate(answers)]
-    assert elected(scores) is (None if winner is None else scores[winner])
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("1+1=2\n#### 17", "17"),
-        ("-3.5 apples", "-3.5"),
-        ("1,234,567 is it.", "1234567"),
-        ("none", None),
-        (r"\boxed{1}, no: \boxed{\frac{1}{2}} of 6", r"\frac{1}{2}"),  # the last box, with the braces inside it
-        (r"\boxed{ A }", "A"),
-        (r"3 and \boxed{4", "4"),  # a box without an end holds nothing
-        ("", None),
-    ],
-)
-def test_final_answer(text, answer):
-    assert final_answer(text) == answer
 
 
 def test_the_distance_of_policies_by_hand(world):
