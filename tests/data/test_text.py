@@ -676,11 +676,13 @@ def test_a_resumed_run_has_the_date_of_its_first_day(tmp_path, tiny_model):
 
     today = datetime.date.today().isoformat()
     assert day() == today
-    for step, state in ((1, '{"day": "2020-01-31"}'), (2, '{"day": "2020-01-31"}'), (3, "{broken")):
+    state = dict(step=1, world_size=1, total_steps=9, args={}, data_sha256=[], tokenizer_sha256="")
+    dated = json.dumps(state | {"day": "2020-01-31"})
+    for step, text in ((1, dated), (2, dated), (3, "{broken")):
         (tmp_path / f"run/global_step_{step}").mkdir(parents=True)
-        (tmp_path / f"run/global_step_{step}/trainer_state.json").write_text(state)
+        (tmp_path / f"run/global_step_{step}/trainer_state.json").write_text(text)
     assert day() == "2020-01-31"
     assert day(resume_mode=str(tmp_path / "run/global_step_1")) == "2020-01-31"
     assert day(resume_mode="disable") == today
-    (tmp_path / "run/global_step_2/trainer_state.json").write_text("{}")  # of a version that kept no date
+    (tmp_path / "run/global_step_2/trainer_state.json").write_text(json.dumps(state))  # of a version without date
     assert day() == today
