@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from extras.demonstrations import load_demonstrations
+from extras.demonstrations import answer_ends, load_demonstrations
 from rl.console import progress
 from rl.data.batching import collate, plan_updates
 from rl.data.flags import Files
@@ -81,7 +81,7 @@ def main(args: Args) -> dict[str, float]:
         policy.parameters(), lr=args.lr, betas=(0.9, args.beta2), weight_decay=args.weight_decay, fused=True
     )
     # What is exported stops where the data ends its answers.
-    run.begin({"actor": (policy, optimizer)}, data=train)
+    run.begin({"actor": (policy, optimizer)}, ends=answer_ends(train))
     # Divides rows into micro-batches of at most so many tokens; all ranks have equally many.
     plan = partial(plan_updates, max_tokens=run.memory.max_token_len_per_gpu, ranks=ranks)
 

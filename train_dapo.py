@@ -125,7 +125,7 @@ def main(args: Args) -> dict[str, float]:
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     sampler = open_sampler(args, task, run)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    run.begin({"actor": (policy, optimizer)}, sampler)
+    run.begin({"actor": (policy, optimizer)}, sampler, mini_batch_size=mini_batch_size)
     drawn = run.state.get("drawn", 0)  # rounds of sampling since the run began
     # Groups of earlier steps; none in a new run.
     waiting = loaded_groups([x.get("surplus", []) for x in run.states], task.train_rows, args.rollout_n, ranks)

@@ -122,7 +122,7 @@ def main(args: Args) -> dict[str, float]:
     saved = {"actor": (actor, optimizers["actor"]), "critic": (critic, optimizers["critic"])}
     saved |= {"reference": (reference, None)} if args.kl.ref_update_steps else {}  # it changes, without an optimizer
     offloaded = ("critic",) if args.critic_offload else ()
-    run.begin(saved, sampler, offloaded=offloaded)
+    run.begin(saved, sampler, offloaded=offloaded, mini_batch_size=mini_batch_size)
     kl_coef = args.kl.first_coef(run.state)
 
     def loop_state() -> dict[str, Any]:

@@ -86,9 +86,9 @@ def change(args: T, **values: Any) -> T:
 
 
 def _changed(group: Any, values: dict[str, Any]) -> Any:
-    own = {name: values[name] for name in vars(group).keys() & values.keys()}
-    inner = {name: _changed(x, values) for name, x in vars(group).items() if dataclasses.is_dataclass(x)}
-    return dataclasses.replace(group, **own, **inner)
+    flags = {name: values[name] for name in vars(group).keys() & values.keys()}
+    groups = {name: _changed(x, values) for name, x in vars(group).items() if dataclasses.is_dataclass(x)}
+    return dataclasses.replace(group, **flags, **groups)
 
 
 def settled(group: T, **values: Any) -> T:

@@ -20,6 +20,13 @@ def load_demonstrations(files: Any, tokenizer: Any, *, max_length: int, filter_o
     return encode.load_demonstrations(files, tokenizer, max_length=max_length, filter_overlong=filter_overlong)
 
 
+def answer_ends(samples: Sequence[Any]) -> list[int]:
+    """The ids of all tokens with which something that is learned of the samples ends, ascending."""
+    from extras.demonstrations import encode
+
+    return encode.answer_ends(samples)
+
+
 def load_comparisons(files: Any, tokenizer: Any, *, max_length: int, filter_overlong: bool) -> Sequence[Any]:
     """The comparisons in files: pairs of samples (chosen, rejected), each with the token ids of prompt and response.
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from statistics import mean
 from typing import TypeVar
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from extras.demonstrations.behind import encode_behind, without_control_tokens
@@ -38,6 +39,11 @@ def load_demonstrations(files: Paths, tokenizer: Tokenizer, *, max_length: int, 
         return Sample([], ids, mask, [0.0] * len(ids), "stop", row["row_index"])
 
     return encode_all(read_demonstrations(files), sample, max_length, filter_overlong=filter_overlong)
+
+
+def answer_ends(samples: Sequence[Sample]) -> list[int]:
+    """The ids of all tokens with which something that is learned of the samples ends, ascending."""
+    return sorted({i for s in samples for i in s.response_ids[np.diff(s.response_mask, append=0) == -1].tolist()})
 
 
 def load_comparisons(

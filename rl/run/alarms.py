@@ -28,12 +28,12 @@ def alarms(metrics: dict[str, float], conditions: Sequence[str]) -> list[str]:
 
     A metric that is absent raises no alarm.
     """
-    found = []
+    raised = []
     for metric, sign, limit in map(parse_alarm, conditions):
         value = metrics.get(metric, limit)
         if math.isnan(value) or (value > limit if sign == ">" else value < limit):
-            found.append(f"{metric} is {value:.4g}, beyond the limit of --alarms {metric}{sign}{limit:g}")
-    return found
+            raised.append(f"{metric} is {value:.4g}, beyond the limit of --alarms {metric}{sign}{limit:g}")
+    return raised
 
 
 class Alarms:

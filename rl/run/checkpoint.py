@@ -91,13 +91,13 @@ class Saver:
         """
         self.settle()
         # All of this is taken here: while FSDP computes, a module holds other parameters than its own.
-        exports, own = self.exporter.prepare(trained), tensors.own_tensors(trained)
+        exports, to_save = self.exporter.prepare(trained), tensors.tensors_to_save(trained)
         stream = torch.cuda.Stream() if self.ranks.device.type == "cuda" else None  # beside the next rollout
         if stream:
             stream.wait_stream(torch.cuda.current_stream())
         sys.setswitchinterval(SAVING_INTERVAL)
-        self.copying = self.writer.submit(self._copy, own, stream)
-        self.pending = step, self.writer.submit(self._save, step, exports, own.places, state)
+        self.copying = self.writer.submit(self._copy, to_save, stream)
+        self.pending = step, self.writer.submit(self._save, step, exports, to_save.places, state)
 
     def wait_until_copied(self) -> None:
         """Return when the tensors of the newest save may be changed, or moved, or their memory used again."""
@@ -150,19 +150,19 @@ class Saver:
 
     # What the threads do
 
-    def _copy(self, own: tensors.Own, stream: torch.cuda.Stream | None) -> None:
-        """Copy `own` to `self.host`, and let go of the tensors: the main thread may then free them."""
+    def _copy(self, to_save: tensors.ToSave, stream: torch.cuda.Stream | None) -> None:
+        """Copy `to_save` to `self.host`, and let go of the tensors: the main thread may then free them."""
         try:
             if stream:
                 torch.cuda.set_device(self.ranks.device)  # a thread begins with the first device of the machine
             # Moments come with the first optimizer step, which may be after the first save.
-            if self.host is None or self.host.tensors.keys() != own.tensors.keys():
+            if self.host is None or self.host.tensors.keys() != to_save.tensors.keys():
                 self.host = None
-                self.host = tensors.make_host(own.tensors, pinned=stream is not None)
-            tensors.copy(own, self.host, stream)
+                self.host = tensors.make_host(to_save.tensors, pinned=stream is not None)
+            tensors.copy(to_save, self.host, stream)
         finally:
-            own.tensors.clear()
-            own.pieces.clear()
+            to_save.tensors.clear()
+            to_save.pieces.clear()
 
     def _save(self, step: int, exports: dict[str, Export], places: dict[str, tensors.Place], state: LoopState) -> None:
         """Write a checkpoint. Raises Failed on all ranks, with nothing left of it."""
@@ -191,7 +191,7 @@ class Saver:
         root, ranks, group, host = self.folder.root, self.ranks, self.group, self.host.tensors
         temporary = gather(files.spare(root, "tmp", step), group)[0]
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        about = {"step": step, "world_size": ranks.size}
+        origin = {"step": step, "world_size": ranks.size}
 
         def prepare() -> None:
             if ranks.is_main:
@@ -212,7 +212,7 @@ class Saver:
         def export() -> list[str]:
             if not ranks.is_main:
                 return []
-            written = {**about, "torch": torch.__version__, "lora": self.exporter.write(temporary, exports, host)}
+            written = {**origin, "torch": torch.__version__, "lora": self.exporter.write(temporary, exports, host)}
             (temporary / "trainer_state.json").write_text(json.dumps(written | self.record, indent=2))
             return sorted(str(p.relative_to(temporary)) for p in temporary.rglob("*") if p.is_file())
 
@@ -223,7 +223,7 @@ class Saver:
             if ranks.is_main:
                 self.folder.check()
                 hashes = {name: entry for part in parts for name, entry in part.items()}
-                files.commit(temporary, root / f"global_step_{step}", {**about, "versions": versions, "files": hashes})
+                files.commit(temporary, root / f"global_step_{step}", {**origin, "versions": versions, "files": hashes})
 
         together(prepare, group)
         together(write, group)

@@ -37,7 +37,7 @@ class Place(NamedTuple):
     shape: tuple[int, ...]  # of the whole tensor
 
 
-class Own(NamedTuple):
+class ToSave(NamedTuple):
     """What a rank has to save."""
 
     tensors: dict[str, torch.Tensor]
@@ -73,7 +73,7 @@ def learning(module: nn.Module) -> dict[str, nn.Parameter]:
     return {key: x for key, x in every.items() if x.requires_grad} or every
 
 
-def own_tensors(trained: Trained) -> Own:
+def tensors_to_save(trained: Trained) -> ToSave:
     """What this rank has to save of all parameters that learn, and of their moments.
 
     Of what several ranks have alike, as with hybrid sharding, the first one saves it.
@@ -84,12 +84,12 @@ def own_tensors(trained: Trained) -> Own:
             every[f"{name}/model/{key}"] = parameter
             state = optimizer.state.get(parameter, {}) if optimizer else {}
             every |= {f"{name}/optimizer/{key}/{kind}": x for kind, x in state.items()}
-    own, places = {}, {}
+    of_rank, places = {}, {}
     for name, x in every.items():
         local, start, is_first = _local(x)
         if is_first:
-            own[name], places[name] = local, Place(start, tuple(x.shape))
-    return Own(own, _pieces(own), places)
+            of_rank[name], places[name] = local, Place(start, tuple(x.shape))
+    return ToSave(of_rank, _pieces(of_rank), places)
 
 
 def make_host(like: dict[str, torch.Tensor], *, pinned: bool) -> Host:
@@ -102,10 +102,10 @@ def make_host(like: dict[str, torch.Tensor], *, pinned: bool) -> Host:
     return Host(empty, _pieces(empty), torch.empty(STAGING, dtype=torch.uint8, pin_memory=pinned))
 
 
-def copy(own: Own, host: Host, stream: torch.cuda.Stream | None) -> None:
+def copy(to_save: ToSave, host: Host, stream: torch.cuda.Stream | None) -> None:
     """Copy a rank's tensors to the host, on a stream of their own; they are there when this returns."""
     with torch.cuda.stream(stream):
-        for batch in _batches(own.pieces, host.pieces):
+        for batch in _batches(to_save.pieces, host.pieces):
             there, here = map(list, zip(*batch, strict=True))
             sizes = [len(x) for x in there]
             staged = host.staging[: sum(sizes)].split(sizes)
@@ -126,19 +126,19 @@ def read(folder: pathlib.Path, ranks: int, names: set[str] | None = None) -> dic
 
     Raises ValueError if a file is damaged or anything is missing.
     """
-    found: dict[str, Saved] = {}
+    saved: dict[str, Saved] = {}
     for path in filter(pathlib.Path.is_file, (folder / f"rank_{rank}.safetensors" for rank in range(ranks))):
         try:
             with safe_open(path, "pt") as file:
                 for name, (start, shape) in json.loads(file.metadata()["shards"]).items():
                     if names is None or name in names:
-                        entry = found.setdefault(name, Saved(tuple(map(operator.index, shape)), []))
+                        entry = saved.setdefault(name, Saved(tuple(map(operator.index, shape)), []))
                         entry.parts.append((operator.index(start), file.get_tensor(name)))
         except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is not loaded: {error!r}") from error
-    if missing := (names or set()) - found.keys():
+    if missing := (names or set()) - saved.keys():
         raise ValueError(f"{folder}: {min(missing)} is not there")
-    for name, x in found.items():
+    for name, x in saved.items():
         x.parts.sort(key=lambda part: part[0])
         rows = [len(part) if part.ndim else 1 for _, part in x.parts]
         *starts, end = itertools.accumulate(rows, initial=0)
@@ -148,7 +148,7 @@ def read(folder: pathlib.Path, ranks: int, names: set[str] | None = None) -> dic
             or any(tuple(part.shape[1:]) != x.shape[1:] or part.dtype != x.dtype for _, part in x.parts)
         ):
             raise ValueError(f"{folder}: {name} is not there as a whole, which has the shape {x.shape}")
-    return found
+    return saved
 
 
 def load(saved: dict[str, Saved], trained: Trained, *, moments_on_host: bool = False) -> None:
@@ -169,8 +169,8 @@ def load(saved: dict[str, Saved], trained: Trained, *, moments_on_host: bool = F
             for parameter in group["params"]:
                 for kind, x in moments.get((name, keys.get(parameter)), {}).items():
                     if x.shape:
-                        own = own_part(parameter)
-                        empty = torch.empty_like(own, device="cpu" if moments_on_host else own.device)
+                        part = own_part(parameter)
+                        empty = torch.empty_like(part, device="cpu" if moments_on_host else part.device)
                         optimizer.state[parameter][kind] = fill(with_part(parameter, empty), x)
                     else:  # the number of steps; AdamW wants it on the device if fused, on the host if not
                         where = parameter.device if group["fused"] else "cpu"
@@ -225,17 +225,17 @@ def _check(saved: dict[str, Saved], trained: Trained) -> dict[tuple[str, str], d
     """The moments among what was saved, by module and parameter. Raises ValueError if that is of another model."""
     moments: dict[tuple[str, str], dict[str, Saved]] = {}
     parameters = {(name, key): x for name, (module, _) in trained.items() for key, x in learning(module).items()}
-    wanted = {f"{name}/model/{key}": (tuple(x.shape), x.dtype) for (name, key), x in parameters.items()}
-    problems = [f"{path} is missing" for path in wanted.keys() - saved.keys()]
+    expected = {f"{name}/model/{key}": (tuple(x.shape), x.dtype) for (name, key), x in parameters.items()}
+    problems = [f"{path} is missing" for path in expected.keys() - saved.keys()]
     for path, x in saved.items():
         match path.split("/"):
             case [name, "optimizer", key, kind] if (name, key) in parameters:
                 moments.setdefault((name, key), {})[kind] = x
-                wanted[path] = wanted[f"{name}/model/{key}"] if x.shape else ((), torch.float32)
-        if path not in wanted:
+                expected[path] = expected[f"{name}/model/{key}"] if x.shape else ((), torch.float32)
+        if path not in expected:
             problems.append(f"{path} is not part of the model or the optimizer")
-        elif (x.shape, x.dtype) != wanted[path]:
-            shape, dtype = wanted[path]
+        elif (x.shape, x.dtype) != expected[path]:
+            shape, dtype = expected[path]
             problems.append(f"{path} is {x.shape} {x.dtype}, the model wants {shape} {dtype}")
         elif not x.shape and not 0 <= x.parts[0][1] < math.inf:
             problems.append(f"{path} is {x.parts[0][1]}, and counts steps")

@@ -46,11 +46,11 @@ class Clock:
         perf/total_num_tokens too.
         """
         step = self._now() - self.start
-        found = {f"timing_s/{k}": v for k, v in self.seconds.items()} | {"timing_s/step": step}
-        found |= {f"memory_gb/{k}": v for k, v in self.memory.items()}
-        found["perf/throughput"] = num_tokens / (step * self.ranks.size)
+        numbers = {f"timing_s/{k}": v for k, v in self.seconds.items()} | {"timing_s/step": step}
+        numbers |= {f"memory_gb/{k}": v for k, v in self.memory.items()}
+        numbers["perf/throughput"] = num_tokens / (step * self.ranks.size)
         if num_generated is not None:
-            found |= {"perf/total_num_tokens": float(num_tokens), "perf/time_per_step": step}
+            numbers |= {"perf/total_num_tokens": float(num_tokens), "perf/time_per_step": step}
             if "gen" in self.seconds:
-                found["perf/gen_tokens_per_s"] = num_generated / self.seconds["gen"]
-        return found
+                numbers["perf/gen_tokens_per_s"] = num_generated / self.seconds["gen"]
+        return numbers

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
-import tyro
+from tyro import cli, conf
 
 from extras.plan import exit_if_planning
 from rl.console import outlive_output, started
@@ -39,11 +39,11 @@ def parse(cls: type[T], description: str | None, *, hint: str = "") -> T:
     sys.excepthook = lambda *error: importlib.import_module("rl.mistakes").explain(*error)
     if "checkpoints" in {field.name for field in fields(cls)}:
         outlive_output()
-    way = dict(description=description, config=(tyro.conf.OmitArgPrefixes,))
     try:
         words = with_values(sys.argv[1:], {spelled(name) for name in marked(cls(), SWITCH)})
-        is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of this machine: all ranks have the same command line
-        args = exit_if_planning(tyro.cli(cls, args=words, console_outputs=is_first, **way))
+        prints = os.environ.get("LOCAL_RANK", "0") == "0"  # of this machine: all ranks have the same command line
+        args = cli(cls, args=words, description=description, console_outputs=prints, config=(conf.OmitArgPrefixes,))
+        exit_if_planning(args)
         started("imports")
         return args
     except SystemExit as end:

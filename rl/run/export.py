@@ -26,7 +26,7 @@ class Export(NamedTuple):
 
     module: nn.Module
     keys: list[str]  # of the weights that it trains
-    kept: dict[str, torch.Tensor]  # on rank 0: other weights, whole, and buffers
+    others: dict[str, torch.Tensor]  # on rank 0: other weights, whole, and buffers
     beside: dict[str, torch.Tensor]  # on rank 0: of a larger model, the weights that the module is without
     num_weights: int  # trained or not
 
@@ -40,7 +40,7 @@ class Exporter:
 
     def prepare(self, trained: Trained) -> dict[str, Export]:
         """What `write` has to know of the modules that learn, taken before they change. All ranks must enter."""
-        found = {}
+        exports = {}
         for name, (module, optimizer) in trained.items():
             if optimizer is None:  # a reference
                 continue
@@ -49,9 +49,9 @@ class Exporter:
                 self.beside[name] = families.weights_beside(module) if self.ranks.is_main else {}
             buffers = {key: x.to("cpu", copy=True) for key, x in models.buffers_in_files(module)}
             size = sum(x.numel() for x in module.parameters())
-            kept = self.frozen[name] | buffers
-            found[name] = Export(module, list(tensors.learning(module)), kept, self.beside[name], size)
-        return found
+            others = self.frozen[name] | buffers
+            exports[name] = Export(module, list(tensors.learning(module)), others, self.beside[name], size)
+        return exports
 
     def write(self, folder: pathlib.Path, exports: dict[str, Export], host: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Write huggingface/, and what families of the modules write, beside the state in `folder`. All names but the
@@ -60,9 +60,9 @@ class Exporter:
         Args: host, this rank's part of the state. Returns: what families have to know of each module when it is loaded.
         """
         records = {}
-        for i, (name, (module, keys, kept, beside, _)) in enumerate(exports.items()):
+        for i, (name, (module, keys, others, beside, _)) in enumerate(exports.items()):
             suffix, learned = f"_{name}" if i else "", self._whole(folder / "state", module, name, keys, host)
-            weights = {key: _alone(x) for key, x in models.exported(module, (kept | learned).items())}
+            weights = {key: _alone(x) for key, x in models.exported(module, (others | learned).items())}
             files = folder / f"huggingface{suffix}"
             write_huggingface(files, module, weights | beside, self.tokenizer_files, self.ranks.dtype)
             for family in module.packed.families:

@@ -85,7 +85,7 @@ class Means:
             rollout_corr/weight_mean            mean of the weights that the loss is multiplied with
             rollout_corr/rollout_rs_masked_fraction           share of the tokens whose weight is 0
 
-        As verl has them (rollout_corr_helper.py), but for three things: the ratio is always that of tokens, whatever
+        As verl has them (rollout_corr_helper.py), except for three things: the ratio is always that of tokens, whatever
         --rollout-is says; the effective sample size is of r itself, verl's of r cut to the threshold; logarithms are
         cut at +-20 before they are raised, verl's not in k3_kl and ppl_ratio.
         """
@@ -148,8 +148,8 @@ class Means:
 def describe(prefix: str, values: torch.Tensor) -> dict[str, float]:
     """mean, max and min of the finite entries of values of any shape: {prefix/mean: ...}; NaN if there are none."""
     values = values[values.isfinite()].double()
-    found = (values.mean(), values.max(), values.min()) if len(values) else (math.nan,) * 3
-    return {f"{prefix}/{kind}": float(x) for kind, x in zip(DESCRIBED, found, strict=True)}
+    mean_max_min = (values.mean(), values.max(), values.min()) if len(values) else (math.nan,) * 3
+    return {f"{prefix}/{kind}": float(x) for kind, x in zip(DESCRIBED, mean_max_min, strict=True)}
 
 
 def describe_tokens(prefix: str, values: torch.Tensor, mask: torch.Tensor, ranks: Ranks) -> dict[str, float]:
@@ -157,11 +157,11 @@ def describe_tokens(prefix: str, values: torch.Tensor, mask: torch.Tensor, ranks
 
     All data ranks must enter.
     """
-    own = values[mask > 0].double()
-    ends = torch.stack([own.max(), -own.min()]) if len(own) else torch.full((2,), -math.inf).double()
+    of_rank = values[mask > 0].double()
+    ends = torch.stack([of_rank.max(), -of_rank.min()]) if len(of_rank) else torch.full((2,), -math.inf).double()
     high, low = (ranks.all_reduce_max(ends) * torch.tensor([1, -1])).tolist()
-    found = (ranks.mean(values, mask), high, low) if low <= high else (math.nan,) * 3
-    return {f"{prefix}/{kind}": value for kind, value in zip(DESCRIBED, found, strict=True)}
+    mean_max_min = (ranks.mean(values, mask), high, low) if low <= high else (math.nan,) * 3
+    return {f"{prefix}/{kind}": value for kind, value in zip(DESCRIBED, mean_max_min, strict=True)}
 
 
 def of_staleness(batch: Batch, ranks: Ranks) -> dict[str, float]:
@@ -181,5 +181,5 @@ def of_norms(norms: Sequence[dict[str, float]]) -> dict[str, float]:
     """Gradient norms of a step's updates, {"actor": norm, ...} each -> NAME/grad_norm, their mean, and how many updates
     were skipped because one of them was not finite. A step may have no updates.
     """
-    found = {f"{name}/grad_norm": sum(x[name] for x in norms) / len(norms) for name in (norms[0] if norms else ())}
-    return found | {"actor/skipped_updates": float(sum(not all(map(math.isfinite, x.values())) for x in norms))}
+    mean_norms = {f"{name}/grad_norm": sum(x[name] for x in norms) / len(norms) for name in (norms[0] if norms else ())}
+    return mean_norms | {"actor/skipped_updates": float(sum(not all(map(math.isfinite, x.values())) for x in norms))}

@@ -33,8 +33,8 @@ def of_sampled(responses: Sequence[Response], n: int) -> dict[str, float]:
     """`of_scores`, `of_lengths`, `of_groups`, `agents.metrics_of` of n responses to each prompt, if there are any."""
     if not responses:
         return {}
-    found = of_scores(responses) | of_lengths(responses) | agents.metrics_of(responses)
-    return found | of_groups(scores_of(responses).view(-1, n))
+    metrics = of_scores(responses) | of_lengths(responses) | agents.metrics_of(responses)
+    return metrics | of_groups(scores_of(responses).view(-1, n))
 
 
 def of_scores(responses: Sequence[Response]) -> dict[str, float]:
@@ -50,5 +50,5 @@ def of_lengths(responses: Sequence[Response]) -> dict[str, float]:
     by finish reason.
     """
     truncated = sum(r.finish_reason == "length" for r in responses) / len(responses)
-    found = describe("response_length", lengths_of(responses)) | {"response_length/clip_ratio": truncated}
-    return found | describe("prompt_length", torch.tensor([float(len(r.prompt_ids)) for r in responses]))
+    lengths = describe("response_length", lengths_of(responses)) | {"response_length/clip_ratio": truncated}
+    return lengths | describe("prompt_length", torch.tensor([float(len(r.prompt_ids)) for r in responses]))

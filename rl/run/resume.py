@@ -83,14 +83,14 @@ def choose_checkpoint(
             "on, choose another --experiment-name to start anew, or use eval.py to evaluate it"
         )
     check_shape(str(path), then.get("experts"), records[0]["experts"])
-    found = "\n".join(differences(then, records[0], without_secrets(type(args)()), marked(args, FREE)))
-    if found and not args.checkpoints.force_resume:
+    changes = "\n".join(differences(then, records[0], without_secrets(type(args)()), marked(args, FREE)))
+    if changes and not args.checkpoints.force_resume:
         raise ValueError(
             f"{path} comes from a run with other settings; go back to them, choose another --experiment-name, or add "
-            f"--force-resume to continue with the new ones:\n{found}"
+            f"--force-resume to continue with the new ones:\n{changes}"
         )
-    if found and folder.ranks.is_main:
-        say(f"--force-resume: {path} is continued with other settings:\n{found}")
+    if changes and folder.ranks.is_main:
+        say(f"--force-resume: {path} is continued with other settings:\n{changes}")
     if then["step"] == last and folder.ranks.is_main:
         say(
             f"{path}: all {last} steps are done. To learn more raise --total-training-steps or --total-epochs; to "
@@ -159,8 +159,8 @@ def _problem(path: pathlib.Path, ranks: Ranks) -> str:
     """Why a folder is not an intact checkpoint, "" if it is. Every rank reads its share. All ranks must enter."""
 
     def own_problem() -> str:
-        if found := files.problem(path, ranks.rank, ranks.size):
-            return found
+        if problem := files.problem(path, ranks.rank, ranks.size):
+            return problem
         state, name = trainer_state(path), re.fullmatch(r"global_step_(\d+)", path.name)
         if name and int(name[1]) != state["step"]:
             return f"trainer_state.json: the field step is {state['step']}, and the folder is called {path.name}"
@@ -185,9 +185,9 @@ def trainer_state(path: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{file} is not loaded: {error!r}") from error
     if not isinstance(state, dict):
         raise ValueError(f"{file} holds a {type(state).__name__} and no fields")
-    for field, (wanted, holds) in FIELDS.items():
+    for field, (requirement, holds) in FIELDS.items():
         if (field in state or field not in NEWER) and not holds(state.get(field)):
-            raise ValueError(f"{file}: the field {field} is {state.get(field)!r:.60}, and must be {wanted}")
+            raise ValueError(f"{file}: the field {field} is {state.get(field)!r:.60}, and must be {requirement}")
     return state
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -19,8 +18,8 @@ from rl import stop
 from rl.console import let_go_of_output, progress_line, say, show_sample, started
 from rl.data.batching import Update
 from rl.data.template import stop_token_ids
-from rl.data.types import Batch, Evaluation, Response, Sample
-from rl.flags import settled
+from rl.data.types import Batch, Evaluation, Response
+from rl.flags import flat, settled
 from rl.model.sharding import copy_weights
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run import checkpoint, loop_state, resume, samples, watchdog
@@ -89,8 +88,8 @@ class Run:
         self.resume_from, record = resume.choose_checkpoint(args, tokenizer, self.folder)
         then = resume.trainer_state(self.resume_from).get("memory") if self.resume_from else None
         pays = self.ranks.device.type == "cuda" and compiling_pays(args, total_steps, self.ranks.size)
-        wanted = replace(args, memory=settled(args.memory, compile=pays))
-        chosen = settled_memory(wanted, self.ranks.all_gather([hardware()]), then)
+        with_compile = replace(args, memory=settled(args.memory, compile=pays))
+        chosen = settled_memory(with_compile, self.ranks.all_gather([hardware()]), then)
         self.memory, self.other_ways, record["memory"] = chosen.memory, chosen.rest, chosen.record
         if chosen.text and self.ranks.is_main:
             say(f"{chosen.text}\n--compile {chosen.memory.compile}")
@@ -113,16 +112,17 @@ class Run:
         *,
         offloaded: Sequence[str] = (),
         visiting: nn.Module | None = None,
-        data: Sequence[Sample] = (),
+        ends: Sequence[int] = (),
+        mini_batch_size: int | None = None,
     ) -> None:
         """Load the scorer's judges, and the checkpoint, if there is one, into what is trained; plan the memory; print
         what will run.
 
         Args: trained, models with their optimizers by name, None for a reference that `refresh` changes; sampler,
         whose engine sleeps, and whose scorer's report is printed too; offloaded, names in `trained` of what `offload`
-        moves while the engine generates; visiting, a teacher on the host that comes to the device to score; data,
-        demonstrations: the exported generation config gets the tokens that end what is learned of them, beside those
-        of the model.
+        moves while the engine generates; visiting, a teacher on the host that comes to the device to score; ends, ids
+        of tokens that end an answer in the data: the exported generation config gets them beside those of the model;
+        mini_batch_size, in prompts, if it is not that of the flags.
 
         On GPUs `run.memory` may be another one afterwards, if less fits than was planned. Raises RuntimeError with the
         flags to change if nothing fits: everything else that stays on the device has to be there by now.
@@ -164,8 +164,7 @@ class Run:
         self.tracker = Tracker(root, used, self.first_step, evaluates, enabled=self.ranks.is_main, sinks=self.sinks)
         if policy.can_generate():  # what is exported stops where the engine does, and where the data ends an answer
             stops = stop_token_ids(self.args.model, self.tokenizer)
-            ends = {i for s in data for i in s.response_ids[np.diff(s.response_mask, append=0) == -1].tolist()}
-            all_stops = [*stops, *sorted(ends.difference(stops))]
+            all_stops = list(dict.fromkeys([*stops, *ends]))
             policy.generation_config.eos_token_id = all_stops if len(all_stops) > 1 else next(iter(all_stops), None)
             if new := self.tokenizer.convert_ids_to_tokens(all_stops[len(stops) :]):
                 notes.append(f"the data ends answers with {' '.join(new)}, so the exported generation config does too")
@@ -173,8 +172,13 @@ class Run:
             notes.append(f"newer than what was tested: {newer}; docs/troubleshooting.md has what was run")
         steps = range(self.first_step + 1, self.total_steps + 1)
         left = f"steps {steps[0]}-{steps[-1]}" if steps else "no steps left"
-        said = [f"{root}: {how}, {left}, {self.ranks.size} rank(s)", *filter(None, notes)]
-        self.tracker.print("\n".join(said))
+        flags, rows = flat(self.args), self.args.train_batch_size
+        work = f"{rows} {'rows' if self.args.rows_per_unit == 1 else 'pairs'} per step"
+        if self.sampler:
+            updates = flags["ppo_epochs"] * -(-rows // (mini_batch_size or flags["ppo_mini_batch_size"] or rows))
+            work = f"{rows} prompts x {flags['rollout_n']} responses and {updates} update(s) per step"
+        begins = f"{root}: {how}, {left}, {self.ranks.size} rank(s), {work}"
+        self.tracker.print("\n".join([begins, *filter(None, notes)]))
         gc.freeze()  # garbage collections need not walk through what stays alive: nearly half a second each
 
     def steps(self, state: Callable[[], dict[str, Any]] = dict) -> Iterator[int]:
@@ -219,11 +223,11 @@ class Run:
         """Whether held-out data is evaluated now: before the first step if --val-before-train, then after every
         --test-freq steps and after the last one; with 0 or less, never.
         """
-        flags, files = getattr(self.args, "validation", self.args), self.args.data.val_files
-        if self.step == 0 and hasattr(flags, "val_before_train"):
+        flags, step = getattr(self.args, "validation", self.args), self.step
+        if step == 0 and hasattr(flags, "val_before_train"):
             return flags.val_before_train
-        is_regular = flags.test_freq > 0 and (self.step % flags.test_freq == 0 or self.step == self.total_steps)
-        return is_regular and bool(files)
+        is_regular = flags.test_freq > 0 and (step % flags.test_freq == 0 or step == self.total_steps)
+        return is_regular and bool(self.args.data.val_files)
 
     def evaluate_if_due(self, evaluate: Callable[..., Evaluation], *arguments: Any) -> None:
         """`evaluate` held-out data by calling evaluate(*arguments), if that is due."""
@@ -267,7 +271,7 @@ class Run:
         metrics["checkpoint/failed"] = float(self.saver.failures)
         for module, _ in self.trained.values():
             metrics |= getattr(module, "family_metrics", {})  # of families such as experts, from `check_engine`
-        done, freq = self.step + 1, self.args.logging.line_freq
+        done, freq = self.step + 1, 1 if self.sampler else self.args.logging.log_freq
         shown = done == self.total_steps or (freq > 0 and done % freq == 0)
         line = progress_line(done, self.total_steps, metrics) if shown else ""
         self._record(done, metrics, line, is_evaluation=False)

@@ -43,17 +43,17 @@ def shown(
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, sample: Sample, batch: Batch | None) -> dict[str, list]:
-    found = {"text": [tokenizer.decode([i]) for i in sample.response_ids.tolist()]}
+    tokens = {"text": [tokenizer.decode([i]) for i in sample.response_ids.tolist()]}
     if sample.outcome:
-        found["mask"] = sample.response_mask.tolist()
-    found["engine_logp"] = _rounded(torch.tensor(sample.rollout_logprobs))
+        tokens["mask"] = sample.response_mask.tolist()
+    tokens["engine_logp"] = _rounded(torch.tensor(sample.rollout_logprobs))
     if batch is None or (row := _row_of(sample, batch)) is None:
-        return found
+        return tokens
     response = slice(len(sample.prompt_ids), sample.num_tokens)
     columns = dict(
         advantage=batch.advantages, trainer_logp=batch.old_logp, reference_logp=batch.ref_logp, value=batch.values
     )
-    return found | {name: _rounded(x[row, response]) for name, x in columns.items() if x is not None}
+    return tokens | {name: _rounded(x[row, response]) for name, x in columns.items() if x is not None}
 
 
 def _row_of(sample: Sample, batch: Batch) -> int | None:

@@ -36,8 +36,6 @@ class Logging:
     logger: Free[tuple[Literal["console", "wandb", "swanlab", "tensorboard"], ...]] = ("console",)
     prometheus_port: Free[Port | None] = None  # rank 0 serves the metrics to Prometheus on this port
 
-    line_freq = 1  # a line is printed every so many steps
-
 
 @dataclasses.dataclass(frozen=True)
 class LoggingRL(Logging):
@@ -52,11 +50,6 @@ class LoggingSupervised(Logging):
     """logging"""
 
     log_freq: Free[Count] = 10  # print a line every this many steps; 0 only at the end
-
-    @property
-    def line_freq(self) -> int:
-        """After how many steps a line is printed; 0 only at the end."""
-        return self.log_freq
 
 
 def open_early(flags: Logging, ranks: Ranks) -> dict[str, trackers.Sink]:
@@ -201,8 +194,8 @@ class Lines:
 
 def without_secrets(args: Any) -> dict[str, Any]:
     """All flags of Args as JSON, with *** for the value of each environment variable whose name looks secret."""
-    found = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= SECRET_LENGTH}
-    secrets = sorted(found, key=len, reverse=True)  # one may be a part of another
+    values = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= SECRET_LENGTH}
+    secrets = sorted(values, key=len, reverse=True)  # one may be a part of another
 
     def hidden(value: Any) -> Any:
         if isinstance(value, list):
@@ -240,8 +233,8 @@ def _drop_after(file: pathlib.Path, step: int, *, evaluates: bool) -> None:
         shutil.copy(file, file.with_suffix(".damaged"))
         say(f"{damaged} line(s) of {file} are damaged and left out; {file.with_suffix('.damaged').name} has them")
     whole = [line for line in lines if line is not None]
-    kept = [x for x in whole if x["step"] < step or (x["step"] == step and not (evaluates and evaluation(x)))]
-    rest = "".join(json.dumps(line) + "\n" for line in kept)
+    remaining = [x for x in whole if x["step"] < step or (x["step"] == step and not (evaluates and evaluation(x)))]
+    rest = "".join(json.dumps(line) + "\n" for line in remaining)
     if rest != text:
         temporary = file.with_suffix(".tmp")  # a full disk must not cost what is there
         temporary.write_text(rest)

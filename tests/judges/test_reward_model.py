@@ -533,7 +533,7 @@ def test_training_finds_the_rule_behind_the_preferences(trained):
         assert x["train/margin"] == pytest.approx(x["train/score_chosen"] - x["train/score_rejected"])
         assert x["train/grad_norm"] > 0 and x["train/accuracy"] * 32 == round(x["train/accuracy"] * 32)
     output = (trained / "output.txt").read_text()
-    assert "new run, steps 1-30, 2 rank(s)\n" in output
+    assert "new run, steps 1-30, 2 rank(s), 32 pairs per step\n" in output
     assert f"step 30 | held out: loss {val[2]['val/loss']:.4f}, accuracy {val[2]['val/accuracy']:.4f}\n" in output
     assert f"step 20/30 | loss {train[19]['train/loss']:.4f} | accuracy {train[19]['train/accuracy']:.3f}" in output
 

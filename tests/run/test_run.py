@@ -115,7 +115,7 @@ def test_a_resumed_run_says_which_steps_are_left(start, capsys):
         run.folder.release()
         capsys.readouterr()
         run, _, _ = start()
-        resumed = f"resumed from {run.folder.root}/global_step_{saved}, {left}, 1 rank(s)"
+        resumed = f"resumed from {run.folder.root}/global_step_{saved}, {left}, 1 rank(s), 16 rows per step"
         assert resumed in capsys.readouterr().out
         run.folder.release()
 

@@ -492,9 +492,9 @@ def test_the_buffer_is_a_fifth_of_the_limit_unless_it_is_given(dapo, sampled, ca
     sevens, eights = lengths.count(7) / 16, lengths.count(8) / 16
     assert sevens > 0 < eights
     assert paid == pytest.approx([eights, eights + sevens / 2, 0])
-    assert "4 prompts x 4 responses and 4 update(s) a step" in capsys.readouterr().out
+    assert "4 prompts x 4 responses and 4 update(s) per step" in capsys.readouterr().out
     dapo(**settings | dict(train_batch_size=6, rollout_n=1))
-    assert "6 prompts x 1 responses and 3 update(s) a step" in capsys.readouterr().out
+    assert "6 prompts x 1 responses and 3 update(s) per step" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -511,5 +511,5 @@ def test_dapo_from_the_command_line_with_vllm(task, tmp_path):
     for x in lines[:2]:
         assert x["train/num_gen_batches"] > 1 and x["actor/grad_norm"] > 0.1
         assert x["train/num_sampled_responses"] == 6 * x["train/num_gen_batches"]
-    assert "4 prompts x 2 responses and 1 update(s) a step" in output
+    assert "4 prompts x 2 responses and 1 update(s) per step" in output
     assert h.distance(h.weights(tmp_path / "global_step_2"), h.original(task)) > 1e-2

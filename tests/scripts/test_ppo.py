@@ -401,7 +401,7 @@ def test_the_critic_learns_what_can_be_foreseen(ppo, tmp_path, capsys):
         save_freq=0,
     )
     lines = ppo.lines(1)
-    assert "16 prompts x 1 responses and 8 update(s) a step" in capsys.readouterr().out  # four, twice
+    assert "16 prompts x 1 responses and 8 update(s) per step" in capsys.readouterr().out  # four, twice
     assert all(x["critic/score/mean"] == 0.5 for x in lines)
     assert lines[0]["critic/vf_explained_var"] == pytest.approx(0, abs=1e-6)  # a new critic expects nothing
     assert lines[-1]["critic/vf_explained_var"] > 0.9
@@ -582,5 +582,5 @@ def test_ppo_from_the_command_line_with_vllm(task, tmp_path):
     assert [x["step"] for x in lines] == [1, 2, 2]
     for x in lines[:2]:
         assert x["rollout/logprob_gap_mean"] < 1e-5 and x["actor/grad_norm"] > 0.1 and x["critic/vf_loss"] > 0.01
-    assert "8 prompts x 1 responses and 2 update(s) a step" in output
+    assert "8 prompts x 1 responses and 2 update(s) per step" in output
     assert h.distance(h.weights(tmp_path / "global_step_2"), h.original(task)) > 1e-2

@@ -192,7 +192,7 @@ def test_grpo_runs_where_vllm_cannot_be_imported(task, trained, tmp_path):
     untrained = [g["response"] for g in h.read_jsonl(folder / "generations.jsonl") if g["step"] == 0]
     assert untrained[:3] == greedy(settings["model"], task.test, 3)
     # What the console shows.
-    assert "new run, steps 1-2, 1 rank(s), 4 prompts x 4 responses and 1 update(s) a step\n" in output
+    assert "new run, steps 1-2, 1 rank(s), 4 prompts x 4 responses and 1 update(s) per step\n" in output
     for k in (1, 2):
         assert re.search(rf"^step {k}/2 \| reward {train[k - 1]['critic/score/mean']:.3f} \| ", output, re.MULTILINE)
     assert output.count("  response: ") == 2 and output.count("<|im_start|>user") == 2
