@@ -223,6 +223,16 @@ def test_weights_keep_the_precision_of_their_files_until_they_are_sharded(tiny_m
         assert x.dtype == torch.float32 and torch.equal(x.full_tensor(), weights[name].float()), name
     frozen = models.load_model(str(folder), replace(world, dtype=torch.bfloat16), longest=64, learning=None)
     assert {x.dtype for x in frozen.parameters()} == {torch.bfloat16}
+    assert not any(x.requires_grad for x in frozen.parameters())
+
+
+def test_the_lines_of_a_start_call_a_reference_by_its_role(tiny_model, world, capsys):
+    policy = models.load_model(tiny_model, world, longest=64)
+    models.load_reference(tiny_model, world, policy, longest=64)
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("start | ")]
+    phases = [re.match(r"start \| (.*?) [\d.]+ s \|", x)[1] for x in lines]
+    both = ("--model", "the reference")
+    assert phases == [f"{name} {phase}" for name in both for phase in ("read", "on the device", "tested")]
 
 
 def test_the_test_draws_from_no_generator_that_a_run_uses(tiny_model, world):

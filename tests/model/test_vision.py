@@ -196,6 +196,15 @@ def test_adapters_stand_in_the_text_unless_the_tower_learns(folder_of, rows):
     assert set(names[0]) < set(names[1]) and "model.visual.blocks.0.attn.qkv" in names[1]
 
 
+def test_layers_of_the_text_may_run_compiled_and_those_of_the_tower_not(folder_of, world, rows):
+    """Images have other dimensions that vary, for each of which torch would compile a layer again."""
+    vision.encoded(folder_of["qwen3_vl"], rows)  # the data has images
+    model = models.load_pretrained(folder_of["qwen3_vl"], world)
+    units = {name: x for name, x in model.named_modules() if type(x).__name__ in model._no_split_modules}
+    compiled = {name for name, x in units.items() if all(y.may_compile(x) for y in model.packed.families)}
+    assert compiled and compiled == {name for name in units if ".visual." not in name} < units.keys()
+
+
 def test_a_reference_without_its_adapters_sees_images_too(world, folder_of, rows):
     samples = responses(vision.encoded(folder_of["qwen3_vl"], rows))
     batch = collate(samples)

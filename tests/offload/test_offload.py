@@ -10,6 +10,7 @@ import helpers_scripts as h
 import launch
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import sft
@@ -18,8 +19,10 @@ from extras.offload import host
 from rl.flags import build
 from rl.model import load as models
 from rl.model import sharding
+from rl.model.sharding import Memory
 from rl.ranks import init_ranks
 from rl.run import run
+from rl.run.arguments import MemoryRL
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -55,6 +58,12 @@ def test_ppo_learns_the_same_bits_wherever_its_state_is(task, tmp_path, monkeypa
     for one, two in zip(end_of(train("moved", **offload_both), 2), expected, strict=True):
         assert one == two if isinstance(one, list) else h.assert_same(one, two) is None
     assert set(moved) == {"FSDPQwen2ForSequenceClassification"}
+
+
+def test_a_model_has_a_home_on_the_host_only_if_a_flag_says_so():
+    homes = {x: MemoryRL(param_offload=x).home for x in (True, False, "auto")}
+    assert homes[True].policy == CPUOffloadPolicy(pin_memory=False) and homes[False] is homes["auto"] is None
+    assert Memory().home is None and MemoryRL(optimizer_offload=True).home is None
 
 
 def test_two_ranks_learn_the_same_bits_wherever_their_state_is(task, tmp_path):
