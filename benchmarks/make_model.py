@@ -93,14 +93,12 @@ class Random:
     """In the place of a class of transformers: a model of new weights, which stands in no file."""
 
     @staticmethod
-    def from_pretrained(
-        path: str, *, dtype: torch.dtype, output_loading_info: bool = True
-    ) -> tuple[PreTrainedModel, dict]:
-        """Only the config is read."""
+    def from_pretrained(path: str, *, dtype: torch.dtype, **options: object) -> tuple[PreTrainedModel, dict]:
+        """Only the config is read. Options of files say nothing."""
         torch.manual_seed(0)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
-        return model.eval(), {"missing_keys": []}
+        return model.eval(), {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
 
 
 def save(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, out: Path, *, seed: int = 0) -> int:
