@@ -26,6 +26,7 @@ from rl.data.batching import make_batch, num_bytes
 from rl.data.types import Sample, Score
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.sampling.rollout import gather_responses, scores_of
+from rl.scoring.pool import with_scores
 
 GROUP = 8  # responses to a prompt
 
@@ -70,7 +71,7 @@ def main(args: Args) -> dict[str, float]:
     limits = dict(mini_batch_size=args.responses // args.mini_batches, max_tokens=args.max_tokens)
     best: dict[str, float] = {}
     for _ in range(args.rounds):
-        sharing, responses = timed(ranks, lambda: gather_responses(samples, scores, rows, ranks))
+        sharing, responses = timed(ranks, lambda: gather_responses(with_scores(samples, scores), rows, ranks))
         learn = scores_of(responses).isfinite()
         plan = partial(make_batch, responses, learn, ranks=ranks, **limits)
         batching, (batch, _) = timed(ranks, plan)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from rl.data.batching import Update
-from rl.data.types import Completion, Response, Sample, Score
+from rl.data.types import Completion, Sample, Score
 from rl.ranks import Ranks
 
 
@@ -59,17 +59,17 @@ def scored(
     return Score(text, value, components or {}, status, seconds)
 
 
-def response(prompt: int = 1, length: int = 1, **changes: Any) -> Response:
+def response(prompt: int = 1, length: int = 1, **changes: Any) -> Sample:
     """A response of so many tokens to a prompt of so many, on a rank that has no tokens of it."""
     facts = dict(
+        prompt_ids=np.ones(prompt, np.int32),
+        response_ids=None,
+        response_mask=None,
+        rollout_logprobs=None,
+        finish_reason="stop",
         row_index=0,
         score=scored(0.0),
         response_length=length,
         num_sampled=length,
-        shared=0,
-        finish_reason="stop",
-        rank=0,
-        number=0,
-        prompt_ids=np.ones(prompt, np.int32),
     )
-    return Response(**facts | changes)
+    return Sample(**facts | changes)

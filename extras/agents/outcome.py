@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rl.data.types import Batch, Outcome, Response
+from rl.data.types import Batch, Outcome, Sample
 from rl.formulas import advantages
 from rl.sampling.evaluation import mean_by_name
 
@@ -57,7 +57,7 @@ def from_json(text: str) -> Outcome:
     return make_outcome(messages, report, lengths, rewards)
 
 
-def turns_of(responses: Sequence[Response]) -> tuple[torch.Tensor, torch.Tensor]:
+def turns_of(responses: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     """The score of each response by turns of the policy, and how many tokens it sampled in each of them: (B, K) float64
     and float32, K the most turns of a response.
 
@@ -78,7 +78,7 @@ def turns_of(responses: Sequence[Response]) -> tuple[torch.Tensor, torch.Tensor]
     return rewards, torch.tensor(lengths, dtype=torch.float32).view(rewards.shape)
 
 
-def token_rewards(responses: Sequence[Response], batch: Batch) -> torch.Tensor:
+def token_rewards(responses: Sequence[Sample], batch: Batch) -> torch.Tensor:
     """The reward of every token of a batch, (b, T): what an environment gave with a turn stands at the turn's end, and
     the rest of the score at the last token. Without environments that is the whole score.
     """
@@ -86,7 +86,7 @@ def token_rewards(responses: Sequence[Response], batch: Batch) -> torch.Tensor:
     return advantages.at_turn_ends(rewards_BK[batch.rows], batch.response_mask)
 
 
-def returns_by_turn(responses: Sequence[Response], n: int) -> tuple[torch.Tensor, torch.Tensor]:
+def returns_by_turn(responses: Sequence[Sample], n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What was earned from each of K turns on by n responses to each of P prompts, and the lengths of these turns, each
     (P K, n): as groups that compare a turn with the same turn of the other responses to the prompt.
     """
@@ -94,7 +94,7 @@ def returns_by_turn(responses: Sequence[Response], n: int) -> tuple[torch.Tensor
     return advantages.turn_returns(rewards), lengths.mT.flatten(0, 1)
 
 
-def metrics_of(responses: Sequence[Response]) -> dict[str, float]:
+def metrics_of(responses: Sequence[Sample]) -> dict[str, float]:
     """Of conversations: turns of the policy, tokens that it was told, the share that failed, and the mean of each
     number that environments report, "seconds" of waiting among them, and of the sum of the rewards that they gave with
     turns, if any.

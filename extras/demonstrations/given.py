@@ -1,17 +1,16 @@
 """Responses that come with the rows of a step, as if they had been sampled."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from rl.data.types import Response, Sample, Score
+from rl.data.types import Sample, Score
 from rl.ranks import Ranks
 
 NO_NUMBER = -2  # of a response that its rank has not sampled: so it is the neighbour of no other
 
 
-def given_responses(rows: Sequence[dict], ranks: Ranks) -> list[Response]:
+def given_responses(rows: Sequence[dict], ranks: Ranks) -> list[Sample]:
     """The responses that come with rows, see `encode.add_given`, as if they had been sampled: the first of a row has
     the score 1, the others 0, and the engine's log-probs are 0.
 
@@ -22,15 +21,22 @@ def given_responses(rows: Sequence[dict], ranks: Ranks) -> list[Response]:
     for row, rank in zip(rows, ranks_of_rows, strict=True):
         for i, ids in enumerate(row["given"]):
             zeros = np.zeros(len(ids))
-            sample = Sample(row["prompt_ids"], ids, zeros + 1, zeros, "stop", row["row_index"])
-            score = Score("", float(i == 0), {}, "ok", 0.0)
-            known = Response.of(sample, score, shared=0, rank=rank, number=NO_NUMBER)
-            tokens = sample if rank == ranks.data_rank else None
-            responses.append(replace(known, prompt_ids=sample.prompt_ids, sample=tokens))
+            sample = Sample(
+                row["prompt_ids"],
+                ids,
+                zeros + 1,
+                zeros,
+                "stop",
+                row["row_index"],
+                score=Score("", float(i == 0), {}, "ok", 0.0),
+                rank=rank,
+                number=NO_NUMBER,
+            )
+            responses.append(sample if rank == ranks.data_rank else sample.without_tokens())
     return responses
 
 
-def side_by_side(given: Sequence[Response], sampled: Sequence[Response], rows: Sequence[dict]) -> list[Response]:
+def side_by_side(given: Sequence[Sample], sampled: Sequence[Sample], rows: Sequence[dict]) -> list[Sample]:
     """Responses in the order of their rows, for each row first what it has given, then what was sampled."""
     responses, k, n = [], len(given) // len(rows), len(sampled) // len(rows)  # responses to each row
     for i in range(len(rows)):  # by place: with --partial-rollouts a step may have a row of two epochs twice

@@ -1,23 +1,24 @@
 """Groups of responses that wait for a later step of train_dapo.py, as a checkpoint has them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rl.data.rows import Row
-from rl.data.types import Response, Score, outcome_of, sample_of
+from rl.data.types import Sample, sample_of
 from rl.ranks import Ranks
 
 Saved = list[list[dict[str, Any]]]  # for each group its responses, and the tokens of those that the rank has
 
 
-def to_state(groups: Sequence[Sequence[Response]]) -> Saved:
+def to_state(groups: Sequence[Sequence[Sample]]) -> Saved:
     """The groups as `Run.steps` takes them. A rank saves all responses, but only the tokens that it has."""
-    return [[vars(r) | {"score": r.score, "sample": r.sample and vars(r.sample)} for r in group] for group in groups]
+    return [[vars(s) for s in group] for group in groups]
 
 
-def from_states(states: Sequence[Saved], rows: Mapping[int, Row], n: int, ranks: Ranks) -> list[list[Response]]:
+def from_states(states: Sequence[Saved], rows: Mapping[int, Row], n: int, ranks: Ranks) -> list[list[Sample]]:
     """The groups as they were when a checkpoint was saved, divided anew among the ranks of this run.
 
     Groups that no longer fit are left out: those that do not have n responses, and those whose prompt has changed in
@@ -27,19 +28,16 @@ def from_states(states: Sequence[Saved], rows: Mapping[int, Row], n: int, ranks:
     """
     groups = []
     for copies in zip(*states, strict=True):  # one group, as each rank has saved it
-        whole = [next(x for x in same if x["sample"] is not None) for same in zip(*copies, strict=True)]
-        row = rows.get(whole[0]["row_index"])
-        if len(whole) == n and row is not None and np.array_equal(row["prompt_ids"], whole[0]["prompt_ids"]):
+        samples = [[sample_of(x) for x in same] for same in zip(*copies, strict=True)]
+        whole = [next(s for s in same if s.has_tokens) for same in samples]
+        row = rows.get(whole[0].row_index)
+        if len(whole) == n and row is not None and np.array_equal(row["prompt_ids"], whole[0].prompt_ids):
             groups.append(whole)
     owners = [i * ranks.data_size // len(groups) for i in range(len(groups))]  # the rank that gets each group's tokens
     return [
-        [_response(x, owner, i * n + j, has_tokens=owner == ranks.data_rank) for j, x in enumerate(group)]
+        [
+            replace(s if owner == ranks.data_rank else s.without_tokens(), rank=owner, number=i * n + j)
+            for j, s in enumerate(group)
+        ]
         for i, (group, owner) in enumerate(zip(groups, owners, strict=True))
     ]
-
-
-def _response(saved: dict[str, Any], rank: int, number: int, *, has_tokens: bool) -> Response:
-    columns = tuple((name, dtype, tuple(shape)) for name, dtype, shape in saved.get("columns", ()))
-    changed = dict(score=Score(*saved["score"]), columns=columns, outcome=outcome_of(saved))
-    sample = sample_of(saved["sample"]) if has_tokens else None
-    return Response(**saved | changed | dict(rank=rank, number=number, sample=sample))

@@ -30,13 +30,13 @@ from rl import console, stop
 from rl.console import say
 from rl.data.rows import Row
 from rl.data.template import rendering_of
-from rl.data.types import Evaluation, Response, Sample, Score, sample_of
+from rl.data.types import Evaluation, Sample, sample_of
 from rl.ranks import Ranks
 from rl.sampling.engines.flags import Rollout
 from rl.sampling.evaluation import summarize
 from rl.sampling.rollout import check_engine, gather_responses
 from rl.sampling.sampler import Task
-from rl.scoring.pool import Ticket, raise_if_failing
+from rl.scoring.pool import Ticket, raise_if_failing, with_scores
 
 AVERAGED_STEPS = 8  # whose times are averaged: with staleness, short and long steps may alternate
 NUM_PROBES, PROBE_TOKENS = 4, 16  # responses to compare after a push of weights, and tokens of each
@@ -75,7 +75,6 @@ class SamplerPool:
         self.sampling, self.scorer = task.sampling, task.scorer
         # Of the last call of `sample`: what this rank has of the step.
         self.own_samples: Sequence[Sample] = ()
-        self.own_scores: Sequence[Score] = ()
         # As an engine has them: version of the weights, bytes on this GPU, type of the experts' numbers.
         self.policy_version, self.memory, self.routing = 0, 0, None
         vocabulary = AutoConfig.from_pretrained(work.tokenizer.name_or_path).get_text_config().vocab_size
@@ -113,15 +112,15 @@ class SamplerPool:
             pass
         self.policy_version = version
 
-    def sample(self, end_phase: Callable[[str], None]) -> list[Response]:
+    def sample(self, end_phase: Callable[[str], None]) -> list[Sample]:
         """Wait for the groups that the next step trains on, and for their scores. All ranks get the scores and
         lengths of all responses, and rank 0 has their tokens. Args: end_phase, as for `rl.sampling.sampler.Sampler`.
         """
-        rows, self.own_samples, tickets = self.take()
+        rows, samples, tickets = self.take()
         end_phase("gen")
-        self.own_scores = self.scorer.collect(tickets)
+        self.own_samples = with_scores(samples, self.scorer.collect(tickets))
         end_phase("reward")
-        responses = gather_responses(self.own_samples, self.own_scores, rows, self.ranks)
+        responses = gather_responses(self.own_samples, rows, self.ranks)
         raise_if_failing(responses, self.task.max_error_frac)
         return responses
 
@@ -154,11 +153,11 @@ class SamplerPool:
             if self._wait(lambda: not leases.waiting and not leases.leased):
                 groups = [leases.ready[number] for number in sorted(leases.ready)]
         samples = [sample for _, group, _ in groups for sample in group]
-        scores = self.scorer.collect([ticket for _, _, ticket in groups])
+        samples = with_scores(samples, self.scorer.collect([ticket for _, _, ticket in groups]))
         if stop.requested(self.ranks.group):
             return Evaluation({}, [])
         shown = {row["row_index"] for row in self.prompts.held_out[: self.task.validation.log_val_generations]}
-        return summarize([row for row, _, _ in groups], samples, scores, self.scorer, self.ranks, shown=shown)
+        return summarize([row for row, _, _ in groups], samples, self.scorer, self.ranks, shown=shown)
 
     def verify(self, policy: nn.Module, rollout: Rollout) -> None:
         """Compare what each sampler has sampled right after the last push with the policy, which must not have changed.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rl.data.types import Batch, Response, Sample, unknown
+from rl.data.types import Batch, Sample, unknown
 from rl.ranks import Ranks
 
 BYTES_PER_TOKEN = 4 + 1 + 4  # of a response on its way to another rank: id, mask, log-prob
@@ -160,7 +160,7 @@ def plan_updates(
 
 
 def make_batch(
-    responses: Sequence[Response],
+    responses: Sequence[Sample],
     trainable: torch.Tensor | None = None,
     *,
     mini_batch_size: int,
@@ -214,7 +214,7 @@ def make_batch(
     return replace(batch, share=batch.lengths / totals[batch.rows], columns=columns), updates
 
 
-def _shared(responses: Sequence[Response], ranks: Ranks) -> list[int]:
+def _shared(responses: Sequence[Sample], ranks: Ranks) -> list[int]:
     """Tokens at the start of each response that the one above it has too: at least those of their prompts. None count
     if a model of this run computes them for each.
     """
@@ -234,32 +234,32 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(different[0]) if len(different) else n
 
 
-def _deliver(responses: Sequence[Response], rows_of_rank: list[list[int]], ranks: Ranks) -> list[Sample]:
+def _deliver(responses: Sequence[Sample], rows_of_rank: list[list[int]], ranks: Ranks) -> list[Sample]:
     """The samples of this rank's rows. Each rank sends the tokens that others train on, and nothing else."""
     me, mine = ranks.data_rank, [responses[i] for i in rows_of_rank[ranks.data_rank]]
     parcels, sizes = [b""] * ranks.data_size, [0] * ranks.data_size
     for rank, rows in enumerate(rows_of_rank):
         if rank != me:
-            sent = [responses[i].sample for i in rows if responses[i].rank == me]
+            sent = [responses[i] for i in rows if responses[i].rank == me]
             arrays = [(s.response_ids, s.response_mask, s.rollout_logprobs, *s.columns.values()) for s in sent]
             parcels[rank] = b"".join(x.tobytes() for xs in arrays for x in xs)
-            sizes[rank] = sum(num_bytes(r) for r in mine if r.rank == rank)
+            sizes[rank] = sum(num_bytes(s) for s in mine if s.rank == rank)
     received = [io.BytesIO(parcel) for parcel in ranks.send(parcels, sizes)]
-    return [r.sample if r.rank == me else _unpack(r, received[r.rank]) for r in mine]
+    return [s if s.rank == me else _unpack(s, received[s.rank]) for s in mine]
 
 
-def num_bytes(r: Response) -> int:
+def num_bytes(s: Sample) -> int:
     """Of a response on its way to another rank."""
-    of_columns = sum(math.prod(shape) * np.dtype(dtype).itemsize for _, dtype, shape in r.columns)
-    return BYTES_PER_TOKEN * r.response_length + of_columns * r.num_tokens
+    of_columns = sum(math.prod(shape) * np.dtype(dtype).itemsize for _, dtype, shape in s.layout)
+    return BYTES_PER_TOKEN * s.response_length + of_columns * s.num_tokens
 
 
-def _unpack(r: Response, parcel: io.BytesIO) -> Sample:
-    """The next sample of a parcel, that of `r`."""
+def _unpack(s: Sample, parcel: io.BytesIO) -> Sample:
+    """The sample with its tokens, which are the next of a parcel."""
 
     def array(dtype: str, *shape: int) -> np.ndarray:
         return np.frombuffer(parcel.read(math.prod(shape) * np.dtype(dtype).itemsize), dtype).reshape(shape)
 
-    ids, mask, logprobs = (array(dtype, r.response_length) for dtype in ("int32", "int8", "float32"))
-    columns = {name: array(dtype, r.num_tokens, *shape) for name, dtype, shape in r.columns}
-    return Sample(r.prompt_ids, ids, mask, logprobs, r.finish_reason, r.row_index, columns=columns)
+    ids, mask, logprobs = (array(dtype, s.response_length) for dtype in ("int32", "int8", "float32"))
+    columns = {name: array(dtype, s.num_tokens, *shape) for name, dtype, shape in s.layout}
+    return replace(s, response_ids=ids, response_mask=mask, rollout_logprobs=logprobs, columns=columns)

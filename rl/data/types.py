@@ -1,4 +1,4 @@
-"""The data that flows through a training step: Request -> Completion -> Sample -> Response -> Batch.
+"""The data that flows through a training step: Request -> Completion -> Sample -> Batch.
 
 Axes: P prompts of a step, G responses per prompt, B = P * G sequences, T tokens (prompt + response, right-padded), V
 vocabulary. Every per-token tensor is (B, T) and aligned: position t describes token t given the tokens before it.
@@ -78,60 +78,6 @@ class Outcome(NamedTuple):
         return self._replace(text="", extra_info={}, record={})
 
 
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """One trajectory, as numpy arrays; lists given are converted.
-
-    `response_mask` is 1 on tokens the policy sampled, 0 on what it was told in between, such as the output of a tool.
-    """
-
-    prompt_ids: np.ndarray  # int32
-    response_ids: np.ndarray  # int32
-    response_mask: np.ndarray  # int8
-    rollout_logprobs: np.ndarray  # float32
-    finish_reason: str
-    row_index: int
-    outcome: Outcome | None = None  # what the policy's partner says of the response, if there is a partner
-    columns: Columns = field(default_factory=dict)
-
-    def __post_init__(self):
-        dtypes = dict(prompt_ids="int32", response_ids="int32", response_mask="int8", rollout_logprobs="float32")
-        for name, dtype in dtypes.items():
-            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt plus response tokens."""
-        return len(self.prompt_ids) + len(self.response_ids)
-
-    @property
-    def num_sampled(self) -> int:
-        """Response tokens that the policy sampled."""
-        return int(self.response_mask.sum())
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """What generations.jsonl says of a response with a partner; nothing of another one."""
-        return self.outcome.record if self.outcome else {}
-
-
-def sample_of(saved: dict[str, Any]) -> Sample:
-    """The sample whose `vars` a checkpoint has held: JSON makes lists of tuples. Raises as `outcome_of`."""
-    return Sample(**saved | {"outcome": outcome_of(saved)})
-
-
-def outcome_of(saved: dict[str, Any]) -> Outcome | None:
-    """The outcome of a sample or response whose `vars` a checkpoint has held. Raises ValueError for those of a version
-    that knew no outcomes, and perhaps no columns.
-    """
-    if "outcome" not in saved:
-        raise ValueError(
-            "the checkpoint holds responses as an older version has written them, which have no columns of tokens and "
-            "no outcome; continue it with that version, or choose another --experiment-name to start anew"
-        )
-    return None if saved["outcome"] is None else Outcome(*saved["outcome"])
-
-
 class Score(NamedTuple):
     """What is known about one response. `value` is None unless `status` is "ok"."""
 
@@ -153,35 +99,75 @@ class Score(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Response:
-    """What every rank knows about a response. Its tokens stay on the rank that sampled them until one trains on it."""
+class Sample:
+    """One response, with what is known about it. Arrays are numpy's; lists are converted.
 
-    row_index: int
-    score: Score  # without the text
-    response_length: int  # tokens
-    num_sampled: int  # those of them that the policy sampled
-    shared: int  # tokens at the start of prompt and response that the one before it on its rank has too
+    Only the rank that sampled it has the tokens, until another one trains on it. On other ranks `response_ids`,
+    `response_mask` and `rollout_logprobs` are None, and there are no columns.
+    """
+
+    prompt_ids: np.ndarray  # int32; every rank has them, from the data
+    response_ids: np.ndarray | None  # int32
+    response_mask: np.ndarray | None  # int8: 1 on tokens that the policy sampled, 0 on what it was told in between
+    rollout_logprobs: np.ndarray | None  # float32
     finish_reason: str
-    rank: int  # which has the tokens
-    number: int  # among those that its rank sampled at a time
+    row_index: int
+    outcome: Outcome | None = None  # what the policy's partner says of the response, if there is a partner
+    columns: Columns = field(default_factory=dict)
+    score: Score | None = None  # None until it is known; without the text on other ranks
     data_source: str = ""  # of its row
-    prompt_ids: np.ndarray | None = None  # int32; every rank has them, from the data
-    sample: Sample | None = None  # the tokens, on `rank` only
-    outcome: Outcome | None = None  # see Sample; without what is for reward functions and generations.jsonl
-    columns: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # of the sample: names, dtypes, shapes of an entry
+    response_length: int = 0  # tokens
+    num_sampled: int = 0  # those of them that the policy sampled
+    layout: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # of the columns: names, dtypes, shapes of an entry
+    rank: int = 0  # which has sampled it
+    number: int = 0  # among those that its rank sampled at a time
+    shared: int = 0  # tokens at the start of prompt and response that the one before it on its rank has too
 
-    @classmethod
-    def of(cls, s: Sample, score: Score, *, shared: int, rank: int, number: int) -> "Response":
-        """What other ranks have to know of a sample."""
-        known = len(s.response_ids), s.num_sampled, shared, s.finish_reason
-        columns = tuple((name, x.dtype.str, x.shape[1:]) for name, x in s.columns.items())
-        outcome = s.outcome and s.outcome.for_other_ranks()
-        return cls(s.row_index, score._replace(text=""), *known, rank, number, outcome=outcome, columns=columns)
+    def __post_init__(self):
+        dtypes = dict(prompt_ids="int32", response_ids="int32", response_mask="int8", rollout_logprobs="float32")
+        for name, dtype in dtypes.items():
+            if (x := getattr(self, name)) is not None:
+                object.__setattr__(self, name, np.asarray(x, dtype))
+        if self.has_tokens:
+            object.__setattr__(self, "response_length", len(self.response_ids))
+            object.__setattr__(self, "num_sampled", int(self.response_mask.sum()))
+            layout = tuple((name, x.dtype.str, x.shape[1:]) for name, x in self.columns.items())
+            object.__setattr__(self, "layout", layout)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether this rank has the tokens."""
+        return self.response_ids is not None
 
     @property
     def num_tokens(self) -> int:
         """Prompt plus response tokens."""
         return len(self.prompt_ids) + self.response_length
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What generations.jsonl says of a response with a partner; nothing of another one."""
+        return self.outcome.record if self.outcome else {}
+
+    def without_tokens(self) -> "Sample":
+        """What ranks know of it that do not have the tokens."""
+        none = dict.fromkeys(("response_ids", "response_mask", "rollout_logprobs"))
+        score, outcome = self.score and self.score._replace(text=""), self.outcome and self.outcome.for_other_ranks()
+        return replace(self, **none, columns={}, score=score, outcome=outcome)
+
+
+def sample_of(saved: dict[str, Any]) -> Sample:
+    """The sample whose `vars` a checkpoint has held: JSON makes lists of tuples. Raises ValueError for one of a version
+    that knew no outcomes and no columns.
+    """
+    if "layout" not in saved:
+        raise ValueError(
+            "the checkpoint holds responses as an older version has written them, without columns of tokens and "
+            "without scores; continue it with that version, or choose another --experiment-name to start anew"
+        )
+    outcome, score = saved["outcome"] and Outcome(*saved["outcome"]), saved["score"] and Score(*saved["score"])
+    layout = tuple((name, dtype, tuple(shape)) for name, dtype, shape in saved["layout"])
+    return Sample(**saved | {"outcome": outcome, "score": score, "layout": layout})
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from extras import agents
-from rl.data.types import Response
+from rl.data.types import Sample
 from rl.run.means import Means as Means
 from rl.run.means import describe as describe
 from rl.run.means import describe_tokens as describe_tokens
@@ -29,7 +29,7 @@ def of_groups(scores: torch.Tensor) -> dict[str, float]:
     return {"reward/zero_std_frac": (spread <= 0).double().mean().item()}
 
 
-def of_sampled(responses: Sequence[Response], n: int) -> dict[str, float]:
+def of_sampled(responses: Sequence[Sample], n: int) -> dict[str, float]:
     """`of_scores`, `of_lengths`, `of_groups`, `agents.metrics_of` of n responses to each prompt, if there are any."""
     if not responses:
         return {}
@@ -37,7 +37,7 @@ def of_sampled(responses: Sequence[Response], n: int) -> dict[str, float]:
     return metrics | of_groups(scores_of(responses).view(-1, n))
 
 
-def of_scores(responses: Sequence[Response]) -> dict[str, float]:
+def of_scores(responses: Sequence[Sample]) -> dict[str, float]:
     """critic/score/*, and how scoring went: shares of responses without a score by cause, seconds, and the mean of
     every component by data source.
     """
@@ -45,7 +45,7 @@ def of_scores(responses: Sequence[Response]) -> dict[str, float]:
     return describe("critic/score", scores_of(responses)) | scoring
 
 
-def of_lengths(responses: Sequence[Response]) -> dict[str, float]:
+def of_lengths(responses: Sequence[Sample]) -> dict[str, float]:
     """Lengths in tokens that the policy sampled; `clip_ratio` is the share of responses that ended at the length limit,
     by finish reason.
     """

@@ -18,7 +18,7 @@ from rl import stop
 from rl.console import let_go_of_output, progress_line, say, show_sample, started
 from rl.data.batching import Update
 from rl.data.template import stop_token_ids
-from rl.data.types import Batch, Evaluation, Response
+from rl.data.types import Batch, Evaluation, Sample
 from rl.flags import flat, settled
 from rl.model.sharding import copy_weights
 from rl.ranks import init_ranks, shutdown_ranks
@@ -249,7 +249,7 @@ class Run:
         self,
         metrics: dict[str, float],
         *,
-        responses: Sequence[Response] = (),
+        responses: Sequence[Sample] = (),
         batch: Batch | None = None,
         tokens: int | None = None,
         generated: int | None = None,
@@ -278,7 +278,7 @@ class Run:
         self.step_metrics = metrics
         freq = self.args.logging.log_samples_freq if self.sampler and self.ranks.is_main else 0
         if freq and self.step % freq == 0 and (own_samples := self.sampler.own_samples):
-            records = samples.shown(self.tokenizer, own_samples, self.sampler.own_scores, batch)
+            records = samples.shown(self.tokenizer, own_samples, batch)
             self.tracker.log_generations(done, "train", records)
             self.tracker.print(show_sample(records[0]["prompt"], records[0]["response"], records[0]["score"]))
 

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rl.data.types import Batch, Sample, Score
+from rl.data.types import Batch, Sample
 
 MOST = 4  # responses of a step, all to one prompt
 
 
 def shown(
-    tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], scores: Sequence[Score], batch: Batch | None
+    tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], batch: Batch | None
 ) -> list[dict[str, Any]]:
     """The first responses to the first prompt, as JSON.
 
@@ -25,19 +25,19 @@ def shown(
     A response that a partner has answered also has what the partner says, see `Outcome`, and for each token its `mask`:
     1 if it was sampled, 0 if the policy was told it.
 
-    Args: samples, of this rank; scores, theirs; batch, what this rank trains on in the step; None if in nothing.
+    Args: samples, of this rank, with scores; batch, what this rank trains on in the step; None if in nothing.
     """
     return [
         {
             "prompt": tokenizer.decode(sample.prompt_ids),
-            "response": score.text,
-            "score": score.value,
-            "components": score.components,
+            "response": sample.score.text,
+            "score": sample.score.value,
+            "components": sample.score.components,
             "finish_reason": sample.finish_reason,
             **sample.record,
             "tokens": _tokens(tokenizer, sample, batch),
         }
-        for sample, score in zip(samples[:MOST], scores[:MOST], strict=True)
+        for sample in samples[:MOST]
         if sample.row_index == samples[0].row_index
     ]
 

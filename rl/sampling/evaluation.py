@@ -14,7 +14,7 @@ from rl.sampling.engines.base import Engine
 from rl.sampling.flags import Validation
 from rl.sampling.groups import sample_groups
 from rl.sampling.rollouts import Partner
-from rl.scoring.pool import Scorer
+from rl.scoring.pool import Scorer, with_scores
 
 
 def evaluate(
@@ -38,17 +38,16 @@ def evaluate(
     own_rows, way = ranks.own_slice(rows), validation.settings(sampling)
     seed = derive_seed(seed, engine.first_rank)
     own_samples, tickets = sample_groups(engine, own_rows, way, scorer.submit, partner, seed=seed)
-    own_scores = scorer.collect(tickets)
+    own_samples = with_scores(own_samples, scorer.collect(tickets))
     if stop.requested(ranks.group):
         return Evaluation({}, [])
     first = {row["row_index"] for row in rows[: validation.log_val_generations]}
-    return summarize(own_rows, own_samples, own_scores, scorer, ranks, shown=first)
+    return summarize(own_rows, own_samples, scorer, ranks, shown=first)
 
 
 def summarize(
     own_rows: Sequence[dict],
     own_samples: Sequence[Sample],
-    own_scores: Sequence[Score],
     scorer: Scorer,
     ranks: Ranks,
     *,
@@ -60,12 +59,13 @@ def summarize(
     """
     own_found, records, n = [], [], len(own_samples) // max(len(own_rows), 1)
     for i, row in enumerate(own_rows):
-        samples, scores = own_samples[i * n : (i + 1) * n], own_scores[i * n : (i + 1) * n]
-        own_found.append(of_prompt(row["data_source"], scores, [s.num_sampled for s in samples]))
+        samples = own_samples[i * n : (i + 1) * n]
+        own_found.append(of_prompt(row["data_source"], [s.score for s in samples], [s.num_sampled for s in samples]))
         if row["row_index"] in shown:
             prompt = scorer.tokenizer.decode(row["prompt_ids"])
-            for s, x in zip(samples, scores, strict=True):
-                records.append(dict(prompt=prompt, response=x.text, score=x.value, components=x.components) | s.record)
+            for s in samples:
+                record = {"prompt": prompt, "response": s.score.text, "score": s.score.value}
+                records.append(record | {"components": s.score.components} | s.record)
     return Evaluation(mean_by_name(ranks.all_gather(own_found)), ranks.all_gather(records))
 
 

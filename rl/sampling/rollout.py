@@ -11,48 +11,49 @@ import torch
 from torch import nn
 
 from rl.data.batching import collate, common_prefix
-from rl.data.types import Batch, Response, Sample, Sampling, Score, take_rows, unknown
+from rl.data.types import Batch, Sample, Sampling, take_rows, unknown
 from rl.model.logprobs import token_logprobs
 from rl.ranks import Ranks
 from rl.sampling.engines.flags import Rollout
 
 
-def gather_responses(
-    own_samples: Sequence[Sample], own_scores: Sequence[Score], rows: Sequence[dict], ranks: Ranks
-) -> list[Response]:
-    """What every rank has to know about the responses of all ranks, in rank order: scores and lengths.
+def gather_responses(own_samples: Sequence[Sample], rows: Sequence[dict], ranks: Ranks) -> list[Sample]:
+    """The samples of all ranks, in rank order, with their scores and lengths. A rank has the tokens of its own samples.
 
     Tokens and texts stay where they are: `batching.make_batch` sends tokens to the rank that trains on them. Args:
     rows, with the prompts of all ranks' samples. All data ranks must enter.
     """
+    of_rows = {row["row_index"]: (np.asarray(row["prompt_ids"], np.int32), row.get("data_source", "")) for row in rows}
     own = []
-    for number, (s, score) in enumerate(zip(own_samples, own_scores, strict=True)):
+    for number, s in enumerate(own_samples):
         shared, above = 0, own_samples[number - 1] if number else None
         if above is not None and above.row_index == s.row_index:
             shared = len(s.prompt_ids) + common_prefix(above.response_ids, s.response_ids)
-        own.append(Response.of(s, score, shared=shared, rank=ranks.data_rank, number=number))
-    prompts = {row["row_index"]: np.asarray(row["prompt_ids"], np.int32) for row in rows}
-    sources = {row["row_index"]: row.get("data_source", "") for row in rows}
-    samples, gathered = iter(own_samples), []
-    for r in ranks.all_gather(own):
-        sample = next(samples) if r.rank == ranks.data_rank else None
-        source = sources[r.row_index]
-        gathered.append(replace(r, prompt_ids=prompts[r.row_index], data_source=source, sample=sample))
+        _, source = of_rows[s.row_index]
+        own.append(replace(s, data_source=source, rank=ranks.data_rank, number=number, shared=shared))
+    # Every rank has the prompts from the data, so they are not sent.
+    everyone, mine = ranks.all_gather(replace(s.without_tokens(), prompt_ids=None) for s in own), iter(own)
+    gathered = []
+    for s in everyone:
+        if s.rank == ranks.data_rank:
+            gathered.append(replace(next(mine), score=s.score, outcome=s.outcome))
+        else:
+            gathered.append(replace(s, prompt_ids=of_rows[s.row_index][0]))
     return gathered
 
 
-def scores_of(responses: Sequence[Response]) -> torch.Tensor:
+def scores_of(responses: Sequence[Sample]) -> torch.Tensor:
     """The score of each response, (B,) float32: NaN where there is none."""
     return torch.tensor([r.score.value_or_nan for r in responses])
 
 
-def accuracies_of(responses: Sequence[Response]) -> torch.Tensor:
+def accuracies_of(responses: Sequence[Sample]) -> torch.Tensor:
     """How right each response is, (B,) float32 within 0 and 1: see `Score.accuracy`; NaN without a score."""
     found = [math.nan if r.score.value is None else r.score.accuracy for r in responses]
     return torch.tensor(found).clamp(0, 1)
 
 
-def lengths_of(responses: Sequence[Response], *, whole: bool = False) -> torch.Tensor:
+def lengths_of(responses: Sequence[Sample], *, whole: bool = False) -> torch.Tensor:
     """How many tokens of each response the policy sampled, or how many the `whole` response has, with the answers of a
     partner, which --max-response-length limits too: (B,) float32.
     """

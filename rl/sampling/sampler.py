@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.data.order import derive_seed, prompts_for_step
 from rl.data.packed import Lazy, Row
-from rl.data.types import Evaluation, Response, Sample, Sampling, Score
+from rl.data.types import Evaluation, Sample, Sampling, Score
 from rl.model.load import weights_for_engine
 from rl.ranks import Ranks
 from rl.sampling.engines import Engine
@@ -28,7 +28,7 @@ from rl.sampling.flags import Validation
 from rl.sampling.groups import sample_groups
 from rl.sampling.rollout import check_engine, gather_responses
 from rl.sampling.rollouts import Partner
-from rl.scoring.pool import Scorer, Ticket, raise_if_failing
+from rl.scoring.pool import Scorer, Ticket, raise_if_failing, with_scores
 
 
 class Task(NamedTuple):
@@ -78,7 +78,6 @@ class Sampler:
         # rank has sampled.
         self.rows: Sequence[Row] = ()
         self.own_samples: Sequence[Sample] = ()
-        self.own_scores: Sequence[Score] = ()
 
     @property
     def version(self) -> int:
@@ -91,10 +90,10 @@ class Sampler:
             self.make_room()
             self.engine.wake()
             self.engine.update_weights(weights_for_engine(policy, self.ranks))
-            self.is_awake, self.own_samples, self.own_scores = True, [], []
+            self.is_awake, self.own_samples = True, []
             self.end_phase("update_weights")
 
-    def sample(self, policy: nn.Module, step: int, *, stays_awake: bool = False) -> list[Response]:
+    def sample(self, policy: nn.Module, step: int, *, stays_awake: bool = False) -> list[Sample]:
         """The responses of a step, groups side by side, in the order of `rows`. A prompt is a pure function of the seed
         and the step, so a resumed run sees the prompts that the unbroken one would have seen.
 
@@ -106,9 +105,9 @@ class Sampler:
         self.end_phase("gen")
         if not stays_awake:
             self.sleep(policy)
-        self.own_scores = self.collect(tickets)
+        self.own_samples = with_scores(self.own_samples, self.collect(tickets))
         self.end_phase("reward")
-        responses = gather_responses(self.own_samples, self.own_scores, self.rows, self.ranks)
+        responses = gather_responses(self.own_samples, self.rows, self.ranks)
         raise_if_failing(responses, self.task.max_error_frac)
         return responses
 

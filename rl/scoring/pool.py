@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -26,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from rl import stop
 from rl.console import say
 from rl.data.rows import Row, named
-from rl.data.types import Outcome, Response, Sample, Score
+from rl.data.types import Outcome, Sample, Score
 from rl.ranks import Ranks
 from rl.scoring.flags import BY_DATA_SOURCE, Scoring, parse_functions
 from rl.scoring.process import Worker
@@ -210,7 +211,12 @@ def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: list[list[in
     return tokenizer.backend_tokenizer.decode_batch(responses, skip_special_tokens=True)
 
 
-def raise_if_failing(responses: Sequence[Response], limit: float) -> None:
+def with_scores(samples: Sequence[Sample], scores: Sequence[Score]) -> list[Sample]:
+    """The samples with these scores, which are in their order."""
+    return [replace(s, score=score) for s, score in zip(samples, scores, strict=True)]
+
+
+def raise_if_failing(responses: Sequence[Sample], limit: float) -> None:
     """Raise RuntimeError if more than the share `limit` of the scores are missing by an error or a timeout."""
     failed = sum(r.score.status in FAILED for r in responses)
     if failed > limit * len(responses):

@@ -20,7 +20,7 @@ from helpers_data import scored, versions_of
 from extras.partial import waiting_groups
 from extras.variants import RULES, TokenSelection, components_of, token_selection
 from rl.data.batching import make_batch
-from rl.data.types import Outcome, Response, Sample, Score
+from rl.data.types import Outcome, Sample, Score
 from rl.formulas import advantages
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.run import metrics
@@ -74,13 +74,13 @@ def step_scores() -> list[Score]:
     return scores
 
 
-def facts(r: Response) -> dict:
+def facts(r: Sample) -> dict:
     """A response as plain values."""
-    sample = r.sample and {"response_ids": r.sample.response_ids.tolist()}
-    return vars(r) | {"score": tuple(r.score), "prompt_ids": r.prompt_ids.tolist(), "sample": sample}
+    arrays = {name: x.tolist() for name, x in vars(r).items() if isinstance(x, np.ndarray)}
+    return vars(r) | arrays | {"score": tuple(r.score), "columns": {name: x.tolist() for name, x in r.columns.items()}}
 
 
-def share_all(ranks: Ranks, prompts: range = range(7)) -> tuple[list[Response], list[bytes]]:
+def share_all(ranks: Ranks, prompts: range = range(7)) -> tuple[list[Sample], list[bytes]]:
     """`share` of the step, and what this rank has sent for it."""
     sent, gather = [], dist.all_gather_object
 
@@ -93,12 +93,12 @@ def share_all(ranks: Ranks, prompts: range = range(7)) -> tuple[list[Response], 
     samples, scores = step_samples(), step_scores()
     with mock.patch.object(dist, "all_gather_object", gather_and_note):
         responses = gather_responses(
-            [samples[k] for k in mine], [scores[k] for k in mine], [ROWS[i] for i in prompts], ranks
+            [replace(samples[k], score=scores[k]) for k in mine], [ROWS[i] for i in prompts], ranks
         )
     return responses, sent
 
 
-def cut(responses: list[Response], ranks: Ranks, prompts: range, mini_batch_size: int, *limits: int) -> dict:
+def cut(responses: list[Sample], ranks: Ranks, prompts: range, mini_batch_size: int, *limits: int) -> dict:
     """`make_batch` of these prompts' responses, and numbers that need all ranks."""
     chosen = [responses[k] for i in prompts for k in range(N * i, N * i + N)]
     scores = scores_of(chosen)

@@ -71,9 +71,9 @@ def test_tokens_stay_with_the_rank_that_sampled_them(ranks):
     for here, rank in enumerate(ranks):
         for k, r in enumerate(rank["responses"]):
             assert r["rank"] == owner(k, len(ranks))
-            assert (r["sample"] is None) == (r["rank"] != here)
-            if r["sample"] is not None:
-                assert r["sample"]["response_ids"] == SAMPLES[k].response_ids.tolist()
+            assert (r["response_ids"] is None) == (r["rank"] != here)
+            if r["response_ids"] is not None:
+                assert r["response_ids"] == SAMPLES[k].response_ids.tolist()
         mine = [r["number"] for r in rank["responses"] if r["rank"] == here]
         assert mine == list(range(len(mine)))
 
@@ -83,7 +83,7 @@ def test_neither_texts_nor_tokens_are_sent_to_tell_of_responses(ranks):
     for here, rank in enumerate(ranks):
         for payload in rank["sent"]:
             own = [k for k in range(len(SAMPLES)) if owner(k, len(ranks)) == here]
-            assert b"secret" not in payload and b"Sample" not in payload
+            assert b"secret" not in payload and b"ndarray" not in payload
             for k in own:
                 for x in (SAMPLES[k].response_ids, SAMPLES[k].rollout_logprobs):
                     assert len(x) < 2 or x.tobytes() not in payload
@@ -104,7 +104,7 @@ def test_ranks_without_samples_take_part(ranks):
     for here, rank in enumerate(ranks):
         assert [r["response_length"] for r in rank["few"]] == step.LENGTHS[:N]
         assert {r["rank"] for r in rank["few"]} == {len(ranks) - 1}  # one prompt is the last rank's
-        assert all((r["sample"] is None) == (here != len(ranks) - 1) for r in rank["few"])
+        assert all((r["response_ids"] is None) == (here != len(ranks) - 1) for r in rank["few"])
 
 
 # --- make_batch
@@ -201,7 +201,7 @@ def test_tokens_that_neighbours_share_are_counted_once():
     rows = [{"row_index": 0, "prompt_ids": [1, 2]}, {"row_index": 1, "prompt_ids": [1, 3]}]
     tokens = [(0, [9, 9, 9]), (0, [7, 7, 7]), (0, [7, 7, 8]), (1, [7, 7])]
     samples = [sample(rows[i]["prompt_ids"], ids, row_index=i) for i, ids in tokens]
-    responses = gather_responses(samples, [scored(1.0)] * 4, rows, ranks_without_group())
+    responses = gather_responses([replace(s, score=scored(1.0)) for s in samples], rows, ranks_without_group())
     # 5, and 5 - 2, 5 - 4 and 4 - 1 after the one above: the prompt, and how both responses begin
     assert micro_batches(responses, 12) == [[0, 1, 2, 3]] and micro_batches(responses, 11) == [[0, 1], [2, 3]]
     # Without the second one the third shares its prompt only: 5, 5 - 2 and 4 - 1.
@@ -214,7 +214,8 @@ def test_tokens_that_neighbours_share_are_counted_once():
 
 def test_units_that_a_mini_batch_would_cut_apart_are_refused():
     rows = [step.ROWS[0]]
-    responses = gather_responses(SAMPLES[:3], SCORES[:3], rows, ranks_without_group())
+    scored_samples = [replace(s, score=score) for s, score in zip(SAMPLES[:3], SCORES[:3], strict=True)]
+    responses = gather_responses(scored_samples, rows, ranks_without_group())
     options = dict(max_tokens=50, ranks=ranks_without_group(), rows_per_unit=2)
     for size in (2, 3):
         with pytest.raises(ValueError, match=f"{size} of 3 rows are no multiple of 2"):
@@ -364,9 +365,11 @@ def test_groups_that_wait_are_shared_out_anew_after_a_resume(ranks, size):
                 assert r.outcome == (s.outcome and s.outcome.for_other_ranks())
                 assert r.prompt_ids.tolist() == s.prompt_ids.tolist() and r.rank == j * size // 3
                 assert r.number == N * j + k % N  # neighbours, whose shared tokens are known
-                assert (r.sample is not None) == (r.rank == here)
-                if r.sample is not None:
-                    np.testing.assert_equal(vars(r.sample), vars(s))
+                assert r.has_tokens == (r.rank == here)
+                assert r.data_source == "math"
+                if r.has_tokens:
+                    told = ("score", "outcome", "data_source", "rank", "number", "shared")
+                    np.testing.assert_equal(vars(r), vars(s) | {name: vars(r)[name] for name in told})
 
 
 def test_groups_of_another_size_or_another_prompt_do_not_come_back(ranks):

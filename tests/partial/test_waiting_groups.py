@@ -51,7 +51,7 @@ def waiting(path):
     for state in states:
         for g, group in enumerate(state["surplus"]):
             for j, x in enumerate(group):
-                if x["sample"] is not None:
+                if x["response_ids"] is not None:
                     assert (g, j) not in groups, "two ranks have its tokens"
                     groups[g, j] = x
     sizes = {tuple(map(len, state["surplus"])) for state in states}
@@ -66,11 +66,11 @@ def assert_same_groups(path, other):
     for a, b in zip(some, others, strict=True):
         for name in ("row_index", "response_length", "num_sampled", "finish_reason", "outcome"):
             assert a[name] == b[name], name
-        assert a["score"][1:4] == b["score"][1:4] and a["prompt_ids"].tolist() == b["prompt_ids"].tolist()
+        assert a["score"][1:4] == b["score"][1:4]
         for name in ("prompt_ids", "response_ids", "response_mask"):
-            assert a["sample"][name].tolist() == b["sample"][name].tolist()
-        assert a["sample"]["columns"]["versions"].tolist() == b["sample"]["columns"]["versions"].tolist()
-        np.testing.assert_allclose(a["sample"]["rollout_logprobs"], b["sample"]["rollout_logprobs"], atol=1e-5)
+            assert a[name].tolist() == b[name].tolist()
+        assert a["columns"]["versions"].tolist() == b["columns"]["versions"].tolist()
+        np.testing.assert_allclose(a["rollout_logprobs"], b["rollout_logprobs"], atol=1e-5)
 
 
 @pytest.mark.parametrize("ranks", h.some([(2, 1, 2), (1, 2, 1), (2, 2, 3)], (2, 1, 2)), ids=str)
@@ -109,7 +109,7 @@ def test_the_groups_of_all_ranks_are_shared_out_anew(unbroken, task, size):
     """Each goes to one rank, in their order and evenly, and comes back the same from whichever ranks had it."""
     rows, states = rows_of(task), saved(unbroken / "global_step_1")
     whole = waiting_groups.from_states(states, rows, 4, of_rank(0, 1))
-    assert len(whole) == len(states[0]) >= 2 and all(x.sample is not None for group in whole for x in group)
+    assert len(whole) == len(states[0]) >= 2 and all(x.has_tokens for group in whole for x in group)
     of_ranks = [waiting_groups.from_states(states, rows, 4, of_rank(rank, size)) for rank in range(size)]
     owners = [[{x.rank for x in group} for group in groups] for groups in of_ranks]
     assert all(each == owners[0] for each in owners) and all(len(owner) == 1 for owner in owners[0])
@@ -117,7 +117,7 @@ def test_the_groups_of_all_ranks_are_shared_out_anew(unbroken, task, size):
     counts = [order.count(rank) for rank in range(size)]
     assert order == sorted(order) and max(counts) - min(counts) <= 1
     for rank, groups in enumerate(of_ranks):
-        assert all((x.sample is not None) == (x.rank == rank) for group in groups for x in group)
+        assert all(x.has_tokens == (x.rank == rank) for group in groups for x in group)
         numbers = [(x.rank, x.number) for group in groups for x in group]
         assert len(set(numbers)) == len(numbers)  # they name a response
     states = [waiting_groups.to_state(groups) for groups in of_ranks]
@@ -128,7 +128,7 @@ def test_the_groups_of_all_ranks_are_shared_out_anew(unbroken, task, size):
         for a, b in zip(group, other, strict=True):
             assert (a.row_index, a.score, a.response_length) == (b.row_index, b.score, b.response_length)
             for name in ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs"):
-                assert np.array_equal(vars(a.sample)[name], vars(b.sample)[name])
+                assert np.array_equal(vars(a)[name], vars(b)[name])
 
 
 def test_groups_of_another_size_or_of_other_data_are_left_out(unbroken, task):

@@ -13,8 +13,8 @@ from rl import mistakes, stop
 from rl.data.rows import read_rows
 from rl.flags import build, check_limits
 from rl.formulas.schedule import lr_factor
-from rl.run import samples
 from rl.run.tracking import Tracker
+from rl.scoring.pool import with_scores
 
 
 def ended_by(action, capsys):
@@ -49,7 +49,7 @@ def not_ours():
 
 
 BUGS = {
-    "the interpreter's ValueError in our code": lambda: samples.shown(None, [1], [], None),
+    "the interpreter's ValueError in our code": lambda: with_scores([1], []),
     "our code called in a wrong way": lambda: check_limits(None),
     "a library's ValueError": lambda: json.loads("{"),
     "a ValueError of a user's own module": lambda: not_ours(),

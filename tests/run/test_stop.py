@@ -274,8 +274,7 @@ def waiting_groups(path):
     states = checkpoint.load_states(path)
     for response in (x for state in states for group in state.get("surplus", []) for x in group):
         response["score"].pop()
-        response["prompt_ids"] = response["prompt_ids"].tolist()
-        for tokens in filter(None, [response["sample"]]):
+        for tokens in (response, response["columns"]):
             tokens |= {name: x.tolist() for name, x in tokens.items() if isinstance(x, np.ndarray)}
     return states
 

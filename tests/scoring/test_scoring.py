@@ -15,12 +15,13 @@ from pathlib import Path
 import helpers_scripts as h
 import launch
 import pytest
+from helpers_data import response
 from launch import alive, children, descendants, until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from extras.variants import require_components
-from rl.data.types import Response, Sample, Score
+from rl.data.types import Sample, Score
 from rl.scoring import pool as scoring
 from rl.scoring.flags import Scoring
 from rl.scoring.pool import Scorer, decode_responses, parse_functions, raise_if_failing
@@ -818,7 +819,7 @@ def test_too_many_failures_stop_a_run(failed, none, limit, stops):
     states = ["error", "timeout"] * 10
     states = states[:failed] + ["none"] * none + ["ok"] * (20 - failed - none)
     scores = [Score("", 1.0 if state == "ok" else None, {}, state, 0.0) for state in states]
-    responses = [Response(i, score, 1, 1, 0, "stop", rank=0, number=i) for i, score in enumerate(scores)]
+    responses = [response(row_index=i, score=score, number=i) for i, score in enumerate(scores)]
     if not stops:
         return raise_if_failing(responses, limit)
     with pytest.raises(RuntimeError, match=f"{failed} of 20 responses .* more than --reward-max-error-frac {limit};"):

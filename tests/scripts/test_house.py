@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3158,
+    "core": 3154,
     "wall": 1712,
-    "import train_grpo": 4155,
-    "import sft": 2371,
-    "import eval": 1281,
+    "import train_grpo": 4151,
+    "import sft": 2365,
+    "import eval": 1278,
     "eval.py": 107,
     "sft.py": 95,
     "train_async.py": 152,
