@@ -232,7 +232,7 @@ def check(args: Check) -> list[dict[str, Any]]:
                 for kept in ("selective", "none", "full"):
                     memory = sharding.Memory(activation_checkpointing=kept, compile=compiled)
                     model = models.load_model(path, ranks, memory=memory, longest=1024)
-                    way, run = ways.way_now(model), partial(of_policy, model, batch, ranks.device)
+                    way, run = model.packed.way, partial(of_policy, model, batch, ranks.device)
                     what = f"{'compiled' if compiled else 'eager'}, checkpointing {kept}"
                     line(family, what, expected, run, way=way)
                     if kept == "selective" and not compiled:
@@ -266,7 +266,7 @@ def speed(args: Speed) -> list[dict[str, Any]]:
     compiles = args.compile and ranks.device.type == "cuda"
     memory = sharding.Memory(activation_checkpointing=args.checkpointing, compile=compiles)
     model = models.tested(sharding.shard(model, ranks, memory), ranks, longest=args.longest)
-    chosen = ways.way_now(model)
+    chosen = model.packed.way
     spread = torch.linspace(args.shortest, args.longest, args.rows).long() - 1
     order = torch.randperm(args.rows, generator=torch.Generator().manual_seed(0))
     batch = random_batch(spread[order].tolist(), config.vocab_size)

@@ -209,7 +209,6 @@ def one_by_one(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
 def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     """What the table says of a family. Refusals are among it; other errors are raised."""
     import sft
-    from benchmarks import hybrids
     from data import arithmetic
     from extras.demonstrations import load_demonstrations
     from rl.data.template import load_tokenizer
@@ -251,7 +250,7 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         policy = models.load_model(export, ranks, memory=Memory(compile=False), longest=64)
-    found["way"] = hybrids.ways.way_now(policy)
+    found["way"] = policy.packed.way
     if found["way"] == "padded":
         found["reason"] = printed.getvalue().split("since it cannot run packed: ")[1].split(". Padding")[0]
     ids, batch = sequences()
@@ -282,7 +281,6 @@ def compare(name: str, folder: Path, port: int, size: int, rank: int) -> dict[st
     """
     from transformers import AutoModelForCausalLM
 
-    from benchmarks import hybrids
     from data import arithmetic
     from rl.data.types import take_rows
     from rl.model import load as models
@@ -321,7 +319,7 @@ def compare(name: str, folder: Path, port: int, size: int, rank: int) -> dict[st
         for xs in ([gradients[k] - x for k, x in wanted.items()], wanted.values())
     )
     gaps = {"logprob_gap": max(ranks.all_gather([gap])), "grad_gap": error / norm}
-    return {"family": name, "way": hybrids.ways.way_now(policy)} | {f"{key}_{size}": x for key, x in gaps.items()}
+    return {"family": name, "way": policy.packed.way} | {f"{key}_{size}": x for key, x in gaps.items()}
 
 
 def engine_gap(export: str, policy: torch.nn.Module, ranks: Any) -> dict[str, Any]:

@@ -141,7 +141,9 @@ def in_float32(batch: Batch) -> Batch:
     return batch.map(lambda _, x: x.float() if x.is_floating_point() else x)
 
 
-way_of = ways.way_now  # which of `WAYS` a model runs
+def way_of(model: nn.Module) -> str:
+    """Which of `ways.WAYS` a model runs."""
+    return model.packed.way
 
 
 def plain(path: str) -> nn.Module:

@@ -42,11 +42,11 @@ def _sees(config: Any) -> bool:
     return hasattr(config, "vision_config")
 
 
-def choose_way(trial: Any, problem: str) -> str:
+def choose_way(trial: Any, problem: str) -> None:
     """Let the model of a trial run in a way that is right, where `problem` is why it does not run packed as it is. All
     ranks must enter. Raises ValueError if none is right: see `ways.choose_way`.
     """
-    return _room("ways").choose_way(trial, problem)
+    _room("ways").choose_way(trial, problem)
 
 
 def replace_forward(module: Any, forward: Callable) -> None:

@@ -54,7 +54,7 @@ class Experts(Family):
         return self.replays or self.balance > 0
 
     def begin_run(self, replays: bool, balance: float) -> None:
-        """See `replay` and `balance`."""
+        """See `begin`."""
         self.replays, self.balance = replays, balance
 
     def as_reference(self) -> "Experts":
@@ -62,10 +62,22 @@ class Experts(Family):
         return replace(self, replays=False)
 
     def begin(self, batch: Batch | None, passes: list[Pass]) -> None:
-        """See `replay` and `balance`."""
-        first, given = passes[0], batch.columns.get("routed_experts") if self.replays else None
-        replay(self.routers, None if given is None else first.take(given))
-        balance(self.routers, self.balance, batch.share if self.balance else None, first.inputs)
+        """Let the next pass, and what its backward pass computes again, use the experts that the engine has chosen,
+        (N, layers, k) for N tokens as the decoder gets them; a number without an expert leaves a token to the router.
+        Let it add `balance` times the sum of the rows' shares times the auxiliary loss, if there are gradients and
+        shares.
+        """
+        first, replayed, weights = passes[0], None, None
+        if self.replays and (chosen := batch.columns.get("routed_experts")) is not None:
+            replayed = first.take(chosen)
+        if self.balance and batch.share is not None and torch.is_grad_enabled():
+            is_real = first.inputs.get("attention_mask", torch.ones_like(first.inputs["input_ids"])).flatten()
+            weights = is_real * (self.balance * batch.share.sum() / is_real.sum() / len(self.routers))
+            torch._dynamo.maybe_mark_dynamic(weights, 0)
+        for layer, router in self.routers:
+            router.replayed, router.balanced = None if replayed is None else replayed[:, layer], weights
+            if replayed is not None:
+                torch._dynamo.maybe_mark_dynamic(router.replayed, 0)
 
     def watched(self) -> contextlib.AbstractContextManager[dict[int, list["Choice"]]]:
         """See `watched` below."""
@@ -120,7 +132,7 @@ def unknown(num_experts: int) -> np.generic:
 
 
 def add_routers(model: nn.Module) -> tuple[tuple[int, nn.Module], ...]:
-    """The routers of a model with the numbers of their layers, made ready for `replay` and `watched`."""
+    """The routers of a model with the numbers of their layers, made ready for `Experts.begin` and `watched`."""
     found = []
     for name, module in model.named_modules():
         if ROUTER.search(type(module).__name__) and (layer := re.search(r"\.(\d+)\.", f".{name}")):
@@ -183,31 +195,6 @@ def gates_of(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
     if getattr(router, "norm_topk_prob", True):
         gates = gates / (gates.sum(-1, keepdim=True) + 1e-20 * is_sigmoid)
     return gates * getattr(router, "routed_scaling_factor", 1.0)
-
-
-def replay(routers: tuple[tuple[int, nn.Module], ...], experts: Tensor | None) -> None:
-    """Let the next forward passes, and what their backward passes compute again, use these experts (N, layers, k): N
-    tokens as the decoder gets them. A number without an expert leaves a token to the router; None leaves all.
-    """
-    for layer, router in routers:
-        router.replayed = None if experts is None else experts[:, layer]
-        if experts is not None:
-            torch._dynamo.maybe_mark_dynamic(router.replayed, 0)
-
-
-def balance(
-    routers: tuple[tuple[int, nn.Module], ...], coef: float, share: Tensor | None, inputs: dict[str, Any]
-) -> None:
-    """Let a forward pass with these `inputs`, and its backward pass, add `coef` times the sum of `share`, that of each
-    row, times the auxiliary loss. Without gradients or shares nothing is added.
-    """
-    weights = None
-    if routers and coef and share is not None and torch.is_grad_enabled():
-        is_real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).flatten()
-        weights = is_real * (coef * share.sum() / is_real.sum() / len(routers))
-        torch._dynamo.maybe_mark_dynamic(weights, 0)
-    for _, router in routers:
-        router.balanced = weights
 
 
 @contextlib.contextmanager

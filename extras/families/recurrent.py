@@ -54,8 +54,11 @@ class Recurrent(Family):
         return ["rows"] if problem else ["borders", "rows"], problem
 
     def has_kernels_to_try(self, device: torch.device) -> bool:
-        """Whether there may be kernels, which are compiled and tuned."""
-        return may_have_kernels(self.mixers, device)
+        """Whether a package of kernels for these layers is installed, and the device is one for it. The first time on a
+        machine they are compiled and tuned.
+        """
+        names = set().union(*(vars(sys.modules[type(x).__module__]) for x in self.mixers))
+        return any(name in names and _has_kernels(package, device) for name, package in SCANS.items())
 
     def advice(self, reason: str) -> str:
         """What a user may do if the layers run in rows for this reason: packages that have kernels."""
@@ -145,12 +148,6 @@ def _prepare(space: dict[str, Any], mixers: tuple[nn.Module, ...], device: torch
     elif not hasattr(rule, "is_operation"):
         space[DELTA_RULE] = delta_rule.as_operation(rule)
     return problem
-
-
-def may_have_kernels(mixers: tuple[nn.Module, ...], device: torch.device) -> bool:
-    """Whether a package of kernels for these layers is installed, and the device is one for it."""
-    spaces = [vars(sys.modules[type(x).__module__]) for x in mixers]
-    return any(name in space and _has_kernels(package, device) for space in spaces for name, package in SCANS.items())
 
 
 def _has_kernels(package: str, device: torch.device) -> bool:

@@ -39,10 +39,9 @@ WAYS = {  # by name, the fastest first
 } | {"padded": Way(is_padded=True, own_head=True)}
 
 
-def choose_way(trial: Trial, problem: str) -> str:
+def choose_way(trial: Trial, problem: str) -> None:
     """Let the model of a trial run in the fastest of `WAYS` that is right, where `problem` is why it does not run
-    packed as it is. Rank 0 says why a model runs padded. Returns: the way. Raises ValueError if none is right. All
-    ranks must enter.
+    packed as it is. Rank 0 says why a model runs padded. Raises ValueError if none is right. All ranks must enter.
     """
     model, ranks, flag, kind = trial.model, trial.ranks, trial.flag, trial.model.config.model_type
     recurrent, reasons, no_kernels = family(model, "recurrent"), {"packed": problem}, ""
@@ -78,26 +77,17 @@ def choose_way(trial: Trial, problem: str) -> str:
         )
     if way.apart == "rows" and ranks.device.type == "cuda" and ranks.is_main:
         say(f"{flag} {kind}: {recurrent.advice(no_kernels or reasons[ways[0]])}")
-    return name
 
 
 def use_way(model: nn.Module, name: str) -> Way:
     """Let a model run in one of `WAYS` from now on. Returns: the way."""
     way, packed = WAYS[name], model.packed
-    model.packed = replace(
-        packed, layout=pad if way.is_padded else None, own_logits=own_logits if way.own_head else None
-    )
+    layout, logits = pad if way.is_padded else None, own_logits if way.own_head else None
+    model.packed = replace(packed, way=name, layout=layout, own_logits=logits)
     if recurrent := family(model, "recurrent"):
         recurrent.use(way.apart)
     use_attention(model, model.get_correct_attn_implementation(None) if way.is_padded else packed.attention)
     return way
-
-
-def way_now(model: nn.Module) -> str:
-    """Which of `WAYS` a model runs."""
-    apart = recurrent.apart if (recurrent := family(model, "recurrent")) else ""
-    now = Way(model.packed.layout is pad, model.packed.own_logits is not None, apart)
-    return next(name for name, way in WAYS.items() if way == now)
 
 
 def pad(batch: Batch, model: nn.Module) -> tuple[list[Pass], Tensor]:

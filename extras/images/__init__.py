@@ -51,12 +51,6 @@ def of_row(tokenizer: Any, row: Mapping[str, Any]) -> Any:
     return RowImages(of_process(), tokenizer, row)
 
 
-def check_tower_has_images() -> None:
-    """Raise ValueError if a vision tower is to learn and the data has no images."""
-    if not in_use():
-        raise ValueError("--no-freeze-vision-tower says nothing without images in the data; leave it out")
-
-
 def refuse(rows: Iterable[Mapping[str, Any]], reader: str, fix: str = "leave such rows out") -> None:
     """Raise ValueError naming the first row with images, which `reader` (such as "the critic reads") cannot see."""
     if in_use() and (row := next((row for row in rows if row.get("images")), None)) is not None:

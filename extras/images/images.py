@@ -51,7 +51,8 @@ class Images:
         self.most_in_row = 0
         self._numbers: dict[Any, int] = {}  # by path, hash of the content, or id of a PIL image
         self._unchecked: dict[int, str] = {}  # numbers of images that `check_pixels` has to decode, with their places
-        self._processor: tuple[str, ProcessorMixin] | None = None  # the model that it belongs to, and the processor
+        self.model, self.processor = "", None  # from `load_processor`
+        self.token_id = -1  # what stands for an image where a chat template has written it
         self._tokens: dict[tuple[int, int], Tokens] = {}  # by width and height
         self._inputs: dict[int, dict[str, torch.Tensor]] = {}  # by number, those used last at the end
 
@@ -115,7 +116,7 @@ class Images:
         """Use the processor of a model from now on. Raises ValueError, naming the row and --model, if it has none or
         reads no images.
         """
-        if self._processor and self._processor[0] == model:
+        if self.model == model:
             return
         config = AutoConfig.from_pretrained(model)
         if not hasattr(config, "vision_config"):
@@ -131,17 +132,8 @@ class Images:
                 f"{where}: has images, and --model {model} has no processor that can be loaded ({reason}); give a "
                 "folder with processor_config.json or preprocessor_config.json, or install what is missing"
             ) from error
-        self._processor, self._tokens, self._inputs = (model, processor), {}, {}
-
-    @property
-    def processor(self) -> ProcessorMixin:
-        """The one that `load_processor` has loaded."""
-        return self._processor[1]
-
-    @property
-    def token_id(self) -> int:
-        """The token that stands for an image where a chat template has written it."""
-        return self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token)
+        self.model, self.processor, self._tokens, self._inputs = model, processor, {}, {}
+        self.token_id = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
 
     def tokens(self, number: int) -> Tokens:
         """What stands in a text for image `number`."""

@@ -186,8 +186,8 @@ def check_model(lora: LoRA, path: str, model_class: Any = None, *, flag: str) ->
     for --no-freeze-vision-tower if the model sees no images. `model_class` is that of transformers which loads it, by
     default that of a policy.
     """
-    if not lora.freeze_vision_tower:
-        images.check_tower_has_images()
+    if not lora.freeze_vision_tower and not images.in_use():
+        raise ValueError("--no-freeze-vision-tower says nothing without images in the data; leave it out")
     if lora.lora_rank == 0:
         return
     with torch.device("meta"):

@@ -41,6 +41,7 @@ class Packed:
     device: torch.device  # where it computes
     on_host: bool = False  # whether its weights live in host memory all the same
     is_whole: bool = True  # whether every rank has all of the model on its device, see `sharding.backward`
+    way: str = "packed"  # how it runs, in words
     layout: Callable | None = None  # (batch, model) -> passes and places, if not `pack`
     own_logits: Callable | None = None  # (model, hidden (C, H)) -> logits (C, V), if more than a product with a weight
     families: tuple[Family, ...] = ()

@@ -4,7 +4,7 @@ A model that does not is run in another way, which extras/families finds.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -32,12 +32,12 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
     """
     with torch.compiler.set_stance("force_eager"):  # a few odd lengths are not worth compiling for
         trial = Trial(model, ranks, longest, flag)
-        model.packed = replace(model.packed, layout=None, own_logits=None)
+        model.packed = replace(model.packed, way="packed", layout=None, own_logits=None)
         use_attention(model, model.packed.attention)
-        problem = trial.problem_of_packed()
-        way = families.choose_way(trial, problem) if problem else "packed"
+        if problem := trial.problem_of_packed():
+            families.choose_way(trial, problem)
     torch.cuda.empty_cache()  # an engine measures what is free
-    return way
+    return model.packed.way
 
 
 class Trial:
@@ -74,12 +74,11 @@ class Trial:
             inputs = {"input_ids": row[None, : width if padded else n]}
             for x in model.packed.families:
                 inputs = x.own_inputs(inputs)
-            ids = inputs["input_ids"]
             if padded:
                 inputs["attention_mask"] = (torch.arange(width, device=row.device) < n).long()[None]
             if model.can_generate():
                 logp = model(**inputs, use_cache=False).logits[0, : n - 1].float().log_softmax(-1)
-                outputs.append(logp.gather(-1, ids[0, 1:n, None])[:, 0] * (row[1:n] < vocab_size))
+                outputs.append(logp.gather(-1, inputs["input_ids"][0, 1:n, None])[:, 0] * (row[1:n] < vocab_size))
             else:
                 every = torch.arange(n, device=row.device)
                 outputs.append(model.packed.forward(lambda _, hidden: hidden.float(), [inputs], every))
@@ -135,7 +134,7 @@ def _distance(x: Tensor, y: Tensor) -> Tensor:
     return (x - y).square().mean().sqrt() / (y.square().mean().sqrt() if y.ndim > 1 else 1.0)
 
 
-def random_batch(config: PreTrainedConfig, longest: int, device: torch.device, added: tuple[Family, ...] = ()) -> Batch:
+def random_batch(config: PreTrainedConfig, longest: int, device: torch.device, added: Sequence[Family] = ()) -> Batch:
     """Six sequences for a `Trial`, without ids to which the config gives a meaning, and with what the model's families
     add, whose ids are beyond the vocabulary.
     """
