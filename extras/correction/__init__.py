@@ -36,26 +36,12 @@ class Correction:
         correct for that.
         """
         quantization, share = flags["rollout_quantization"], flags["partial_rollouts"]
-        problems = []
+        problem = f"--partial-rollouts {share:g}: older weights have sampled some tokens"
         if quantization != "none":
-            what = "the policy that samples is not quite the one that learns"
-            problems.append(f"--rollout-quantization {quantization}: {what}")
-        if share:
-            problems.append(f"--partial-rollouts {share:g}: older weights have sampled some tokens")
-        if problems and self.rollout_is is None:
+            problem = f"--rollout-quantization {quantization}: the policy that samples is not quite the one that learns"
+        if self.rollout_is is None and (quantization != "none" or share):
             fix = "add --rollout-is token, which corrects for that, or --rollout-is none to do without"
-            raise ValueError(f"{problems[0]}; {fix}")
-
-    @property
-    def weighs(self) -> bool:
-        """Whether tokens are weighed by the ratio of trainer to engine."""
-        return self.rollout_is not in (None, "none")
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the flags ask for any correction."""
-        thresholds = (self.off_policy_mask_threshold, self.probability_mask_threshold)
-        return self.weighs or self.rollout_mask != "none" or any(x is not None for x in thresholds)
+            raise ValueError(f"{problem}; {fix}")
 
     def weights(self, logp: Any, old_logp: Any, rollout_logp: Any, advantages: Any, mask: Any) -> Any:
         """What the policy loss of every token is multiplied by: the product of all corrections that the flags ask for.
@@ -64,7 +50,8 @@ class Correction:
         (old_logp) and by the engine (rollout_logp); advantages and mask (B, T). Returns: a tensor (B, T) of the dtype
         of old_logp, without gradient; it is 1 everywhere if no flag is set.
         """
-        if not self.is_on:
+        kinds = {self.rollout_is, self.rollout_mask, self.off_policy_mask_threshold, self.probability_mask_threshold}
+        if kinds <= {None, "none"}:
             return old_logp.new_ones(old_logp.shape)
         from extras.correction import ratios
 

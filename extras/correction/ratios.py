@@ -111,7 +111,7 @@ def weights(
 ) -> Tensor:
     """The product of all corrections that the flags ask for: see `extras.correction.Correction.weights`."""
     result = torch.ones_like(old_logp)
-    if flags.weighs:
+    if flags.rollout_is not in (None, "none"):
         ratio = rollout_ratio(old_logp, rollout_logp, mask, level=flags.rollout_is)
         result = result * truncated(ratio, low=flags.rollout_is_threshold_lower, high=flags.rollout_is_threshold)
     low, high = flags.rollout_mask_threshold_lower, flags.rollout_mask_threshold
