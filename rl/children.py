@@ -25,8 +25,7 @@ def start(function: str, *arguments: str, env: Mapping[str, str], fds: Sequence[
 def start_worker(function: str, theirs: socket.socket) -> subprocess.Popen:
     """Start a process whose argument is the descriptor of its socket, `theirs`, which is closed here."""
     with theirs:
-        number = theirs.fileno()
-        return start(function, str(number), env=os.environ | {"OMP_NUM_THREADS": "1"}, fds=[number])
+        return start(function, str(theirs.fileno()), env=os.environ | {"OMP_NUM_THREADS": "1"}, fds=[theirs.fileno()])
 
 
 def end_worker(process: subprocess.Popen) -> None:

@@ -49,8 +49,7 @@ _state = _State()
 def start(max_hours: float | None = None) -> None:
     """Take requests from now on; call it in the main thread. Until the first `arm` a signal ends the process."""
     end()
-    if max_hours is not None:
-        _state.deadline = time.monotonic() + 3600 * max_hours
+    _state.deadline = time.monotonic() + 3600 * (max_hours or math.inf)
     for number in SIGNALS:
         _state.old_handlers[number] = signal.signal(number, signal.SIG_DFL)
     os.register_at_fork(after_in_child=end)  # a signal to a child is no request to this run

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rl.data.types import Batch
 from rl.ranks import Ranks
@@ -64,7 +65,7 @@ class Family:
         """Whether a parameter of this name is in none of the model's files, since the family has added it."""
         return False
 
-    def reference(self) -> nn.Module | None:
+    def reference(self) -> PreTrainedModel | None:
         """The model as it was before training, if that needs no second copy of its weights."""
         return None
 
@@ -98,11 +99,11 @@ class Family:
         return inputs
 
 
-def is_added(model: nn.Module, name: str) -> bool:
+def is_added(model: PreTrainedModel, name: str) -> bool:
     """Whether a parameter of a model is in none of its files, since a family has added it."""
     return any(x.is_added(name) for x in model.packed.families)
 
 
-def family(model: nn.Module, name: str) -> Any:
+def family(model: PreTrainedModel, name: str) -> Any:
     """A model's family of this name; None if it does not belong to it."""
     return next((x for x in model.packed.families if type(x).__module__.endswith(f".{name}")), None)

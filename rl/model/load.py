@@ -37,7 +37,7 @@ def load_model(
     longest: int | None = None,
     seed: int = 0,
     flag: str = "--model",
-) -> nn.Module:
+) -> PreTrainedModel:
     """A model by Hugging Face id or folder, sharded over the ranks and tested: a policy, reference, teacher, critic or
     reward model.
 
@@ -64,7 +64,7 @@ def load_model(
 def tested(model: nn.Module, ranks: Ranks, *, longest: int | None = None, flag: str = "--model") -> nn.Module:
     """A sharded model that runs as `choose_forward` says. Raises ValueError as that, or as `Family.tested`."""
     with contextlib.ExitStack() as tests:
-        for x in model.packed.families:
+        for x in model.packed.families:  # pyrefly: ignore[missing-attribute]  # it has been made ready
             tests.enter_context(x.tested(flag))
         choose_forward(model, ranks, longest=longest, flag=flag)
     started(f"{flag} tested")
@@ -72,8 +72,8 @@ def tested(model: nn.Module, ranks: Ranks, *, longest: int | None = None, flag: 
 
 
 def load_reference(
-    path: str, ranks: Ranks, policy: nn.Module, memory: Memory = DEFAULT_MEMORY, *, longest: int | None = None
-) -> nn.Module:
+    path: str, ranks: Ranks, policy: PreTrainedModel, memory: Memory = DEFAULT_MEMORY, *, longest: int | None = None
+) -> PreTrainedModel:
     """The policy before training: a second, frozen model, unless a family of the policy knows how to do without. All
     ranks must enter, before training. Raises ValueError as `load_model`.
     """
@@ -96,12 +96,12 @@ def published(model: PreTrainedModel, named_tensors: Iterable[tuple[str, Tensor]
         yield from revert_weight_conversion(model, {name: x}).items()
 
 
-def weights_for_engine(policy: nn.Module, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
+def weights_for_engine(policy: PreTrainedModel, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) for `update_weights` of an engine, in the compute precision. All ranks must iterate."""
     return exported(policy, itertools.chain(full_tensors(policy, ranks.dtype), buffers_in_files(policy)))
 
 
-def buffers_in_files(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def buffers_in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for buffers in a model's files, such as an activation's constants; nothing trains them."""
     for prefix, module in model.named_modules():
         for name, x in module.named_buffers(recurse=False):
@@ -117,7 +117,7 @@ def load_pretrained(
     dtype: torch.dtype = torch.float32,
     flag: str = "--model",
     as_in_files: bool = False,
-) -> nn.Module:
+) -> PreTrainedModel:
     """A model on the host, with weights in `dtype`, that can run packed. Rank 0 reads the files; other ranks get
     storage that `shard` fills. All ranks must enter.
 
@@ -146,9 +146,9 @@ def load_pretrained(
     if problems := ranks.all_gather(problems):  # or the other ranks would wait for this one
         raise ValueError(problems[0])
     started(f"{flag} read")
-    name_weights(model, path)
+    name_weights(model, path)  # pyrefly: ignore[unbound-name]  # else there is a problem
     use_attention(model, choose_attention(ranks.device, ranks.dtype))
-    kind.finish(model, new, f"{flag} {path}")
+    kind.finish(model, new, f"{flag} {path}")  # pyrefly: ignore[unbound-name]  # as above
     return add_packed_forward(model)
 
 

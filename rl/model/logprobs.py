@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from extras.families import families_of
 from extras.truncation import truncation_of
@@ -49,7 +50,7 @@ class Packed:
 
 
 def token_logprobs(
-    model: nn.Module, batch: Batch, *, sampling: Sampling = FULL, entropy_grad: bool = False
+    model: PreTrainedModel, batch: Batch, *, sampling: Sampling = FULL, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
     """log pi(token t | tokens before t) and the entropy of that distribution, for every token with response_mask 1.
 
@@ -63,6 +64,7 @@ def token_logprobs(
     through the entropy. Returns: logp and entropy (b, T), float32 (float64 for a float64 model), zero where
     response_mask is zero. Source of S: DeepSeek-V3.2 (arXiv 2512.02556), "keep sampling mask".
     """
+    # pyrefly: ignore[bad-return]  # there are as many tensors as the head gives
     return run_on_responses(model, batch, response_logprobs, sampling, entropy_grad)
 
 
@@ -83,7 +85,7 @@ def fixed_collisions(model: nn.Module, batch: Batch, updates: Sequence[Update], 
 
 @torch.no_grad()
 def over_micro_batches(
-    model: nn.Module, batch: Batch, updates: Sequence[Update], head: Callable, *args: Any
+    model: PreTrainedModel, batch: Batch, updates: Sequence[Update], head: Callable, *args: Any
 ) -> list[Tensor]:
     """`run_on_responses` without gradients on each of this rank's micro-batches, which go to where the model computes.
 
@@ -100,7 +102,7 @@ def over_micro_batches(
     return results
 
 
-def run_on_responses(model: nn.Module, batch: Batch, head: Callable, *args: Any) -> tuple[Tensor, ...]:
+def run_on_responses(model: PreTrainedModel, batch: Batch, head: Callable, *args: Any) -> tuple[Tensor, ...]:
     """One pass over a batch (b, T), with a head on the R positions that predict a token with response_mask 1.
 
     `head` takes the model, the hidden states (R, H) of the tokens right before those R, their ids (R,), and `args`, and
@@ -130,7 +132,7 @@ def _to_grid(x: Tensor, scored: Tensor, mask: Tensor) -> Tensor:
     return x.new_zeros(*scored.shape, *x.shape[1:]).masked_scatter(here, x) * mask.to(x.dtype)
 
 
-def run_packed(model: nn.Module, batch: Batch, wanted: Tensor, head: Callable, *args: Any) -> Any:
+def run_packed(model: PreTrainedModel, batch: Batch, wanted: Tensor, head: Callable, *args: Any) -> Any:
     """`head(model, hidden, *args)` after one pass over a batch (b, T), for hidden states (R, H) of the `wanted` tokens
     (b, T) bool, row after row. FSDP2 holds the root's weights gathered for the head.
 
@@ -152,7 +154,7 @@ def run_packed(model: nn.Module, batch: Batch, wanted: Tensor, head: Callable, *
     return out
 
 
-def pack(batch: Batch, model: nn.Module) -> tuple[list[Pass], Tensor]:
+def pack(batch: Batch, model: PreTrainedModel) -> tuple[list[Pass], Tensor]:
     """A pass over a batch (b, T) in one packed row, and the place (b, T) of every token in it."""
     b, T = batch.input_ids.shape
     # Example: rows p q a and p q b c, which share p q, become the packed row p q a b c. Their tokens have the places
@@ -172,8 +174,8 @@ def pack(batch: Batch, model: nn.Module) -> tuple[list[Pass], Tensor]:
 
 
 def add_packed_forward(
-    model: nn.Module, *, compile: bool = False, keep_logits: bool = False, **fields: Any
-) -> nn.Module:
+    model: PreTrainedModel, *, compile: bool = False, keep_logits: bool = False, **fields: Any
+) -> PreTrainedModel:
     """Give a Hugging Face model its attribute `packed`, whose forward FSDP2 knows as a second forward of the model.
 
     `sharding.shard` calls it once more, since FSDP2 must learn of the forward. Args: compile, whether the LM head runs
@@ -186,8 +188,8 @@ def add_packed_forward(
     chunk = chunk if keep_logits else functools.partial(checkpoint, chunk, use_reentrant=False)
     model.packed = types.MethodType(_forward, model)
     register_fsdp_forward_method(model, "packed")  # no-op on a model that is not sharded
-    families = before.families if before else families_of(model)
-    fields = dict(device=next(model.parameters()).device, families=families) | fields
+    fields.setdefault("device", next(model.parameters()).device)
+    fields.setdefault("families", before.families if before else families_of(model))
     model.packed = Packed(model.packed, chunk, attention, **fields)
     return model
 
@@ -207,7 +209,7 @@ def in_chunks(head: Callable, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def response_logprobs(
-    model: nn.Module, hidden: Tensor, targets: Tensor, sampling: Sampling, entropy_grad: bool
+    model: PreTrainedModel, hidden: Tensor, targets: Tensor, sampling: Sampling, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """The head of `token_logprobs`: hidden (R, H), targets (R,) -> log-probs (R,) and entropies (R,)."""
     if model.packed.own_logits:
@@ -215,10 +217,11 @@ def response_logprobs(
     else:
         source, head_chunk = model.get_output_embeddings().weight, model.packed.head_chunk
     way = sampling.temperature, truncation_of(sampling), entropy_grad
+    # pyrefly: ignore[bad-return]  # as many tensors as the head gives
     return in_chunks(lambda h, y: head_chunk(source, h, y, *way), hidden, targets)
 
 
-def logits_of(source: nn.Module | Tensor, hidden: Tensor, temperature: float) -> Tensor:
+def logits_of(source: PreTrainedModel | Tensor, hidden: Tensor, temperature: float) -> Tensor:
     """hidden (C, H) -> logits (C, V) over the temperature, in at least float32, by a model or its head's weight."""
     if not isinstance(source, Tensor) and not source.packed.own_logits:
         source = source.get_output_embeddings().weight
@@ -226,7 +229,7 @@ def logits_of(source: nn.Module | Tensor, hidden: Tensor, temperature: float) ->
     return (logits if logits.dtype == torch.float64 else logits.float()) / temperature
 
 
-def response_collisions(model: nn.Module, hidden: Tensor, targets: Tensor, sampling: Sampling) -> tuple[Tensor]:
+def response_collisions(model: PreTrainedModel, hidden: Tensor, targets: Tensor, sampling: Sampling) -> tuple[Tensor]:
     """The head of `fixed_collisions`: hidden (R, H), targets (R,), not used -> (R,)."""
 
     truncate = truncation_of(sampling)
@@ -236,7 +239,7 @@ def response_collisions(model: nn.Module, hidden: Tensor, targets: Tensor, sampl
         logits = truncate(logits) if truncate else logits
         return (logits.softmax(-1).square().sum(-1),)
 
-    return in_chunks(collisions, hidden)
+    return in_chunks(collisions, hidden)  # pyrefly: ignore[bad-return]  # as many tensors as the head gives
 
 
 def _head_chunk(source, hidden, targets, temperature, truncate, entropy_grad):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import MappingKey, tree_flatten_with_path
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from extras import families
 from rl.data.types import Batch, take_rows
@@ -23,7 +23,7 @@ LONGEST = 2**13  # tokens of a sequence that is tried out
 
 
 @torch.no_grad()
-def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None, flag: str = "--model") -> str:
+def choose_forward(model: PreTrainedModel, ranks: Ranks, *, longest: int | None = None, flag: str = "--model") -> str:
     """Let a sharded model run packed if that gives what its own forward gives for one sequence alone, else in the
     fastest of the ways of `extras.families` that does.
 
@@ -53,7 +53,7 @@ class Trial:
     predicted.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks, longest: int | None, flag: str):
+    def __init__(self, model: PreTrainedModel, ranks: Ranks, longest: int | None, flag: str):
         self.model, self.ranks, self.flag = model, ranks, flag
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST
         self.batch = random_batch(model.config, longest or positions, ranks.device, model.packed.families)

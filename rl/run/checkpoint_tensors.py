@@ -21,11 +21,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from rl.model.sharding import own_part, with_part
 
 # By name; the first one is what the run is about. A reference that the run changes has no optimizer.
-Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer | None]]
+Trained = dict[str, tuple[PreTrainedModel, torch.optim.Optimizer | None]]
 
 STAGING = 2**27  # bytes copied from the device at a time: what a decoding step brings to the host may wait for them
 
@@ -167,7 +168,7 @@ def load(saved: dict[str, Saved], trained: Trained, *, moments_on_host: bool = F
         optimizer.state.clear()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                for kind, x in moments.get((name, keys.get(parameter)), {}).items():
+                for kind, x in moments.get((name, keys.get(parameter, "")), {}).items():
                     if x.shape:
                         part = own_part(parameter)
                         empty = torch.empty_like(part, device="cpu" if moments_on_host else part.device)
@@ -193,6 +194,7 @@ def _local(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
         return x.detach(), 0, torch.distributed.get_rank() == 0
     start, is_first = 0, True
     mesh = x.device_mesh
+    # pyrefly: ignore[bad-argument-type]  # this rank is in the mesh and so has coordinates
     for placement, rank, ranks in zip(x.placements, mesh.get_coordinate(), mesh.shape, strict=True):
         if placement.is_shard(0):
             rows_of_each = -(-x.shape[0] // ranks)  # as torch.chunk: the last ones may have fewer

@@ -4,7 +4,6 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 
 from tyro import cli, conf
 
@@ -37,7 +36,7 @@ def parse(cls: type[T], description: str | None, *, hint: str = "") -> T:
     """
     die_with_launcher()
     sys.excepthook = lambda *error: importlib.import_module("rl.mistakes").explain(*error)
-    if "checkpoints" in {field.name for field in fields(cls)}:
+    if "checkpoints" in vars(cls()):
         outlive_output()
     try:
         words = with_values(sys.argv[1:], {spelled(name) for name in marked(cls(), SWITCH)})

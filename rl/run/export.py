@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from extras import families, images
 from rl.model import load as models
@@ -24,7 +23,7 @@ FILE_BYTES = 5 * 10**9  # of a file in huggingface/, at most
 class Export(NamedTuple):
     """What has to be known of a module when it is written, while training goes on."""
 
-    module: nn.Module
+    module: PreTrainedModel
     keys: list[str]  # of the weights that it trains
     others: dict[str, torch.Tensor]  # on rank 0: other weights, whole, and buffers
     beside: dict[str, torch.Tensor]  # on rank 0: of a larger model, the weights that the module is without
@@ -71,7 +70,7 @@ class Exporter:
         return records
 
     def _whole(
-        self, state: pathlib.Path, module: nn.Module, name: str, keys: list[str], host: dict[str, torch.Tensor]
+        self, state: pathlib.Path, module: PreTrainedModel, name: str, keys: list[str], host: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """The weights that a module trains, in the compute dtype. What families have added keeps its own.
 
@@ -91,7 +90,7 @@ class Exporter:
         return whole
 
 
-def frozen_weights(module: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
+def frozen_weights(module: PreTrainedModel, ranks: Ranks) -> dict[str, torch.Tensor]:
     """The weights of a module that nothing trains, whole, on the host of rank 0. All ranks must enter."""
     names = {key for key, x in module.named_parameters() if not x.requires_grad}
     if not names:
@@ -102,7 +101,7 @@ def frozen_weights(module: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
 
 def write_huggingface(
     path: pathlib.Path,
-    module: nn.Module,
+    module: PreTrainedModel,
     weights: dict[str, torch.Tensor],
     tokenizer_files: dict[str, bytes],
     dtype: torch.dtype,

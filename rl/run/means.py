@@ -24,7 +24,7 @@ class Means:
     def __init__(self, ranks: Ranks, *, num_updates: int = 1):
         self.ranks, self.num_updates = ranks, num_updates
         self.sums: dict[str, torch.Tensor] = {}
-        self.counts: dict[str, torch.Tensor | float] = {}
+        self.counts: dict[str, torch.Tensor] = {}
         self.ends: dict[tuple[str, int], torch.Tensor] = {}  # (name, 1): maxima; (name, -1): minima times -1
 
     def over_tokens(self, mask: torch.Tensor, values: dict[str, torch.Tensor]) -> None:

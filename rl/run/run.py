@@ -9,8 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from extras.offload import keep_moments_on_host, offload, onload
 from extras.plan import budget_of, compiling_pays, hardware, rehearse
@@ -111,7 +110,7 @@ class Run:
         sampler: "Sampler | None" = None,
         *,
         offloaded: Sequence[str] = (),
-        visiting: nn.Module | None = None,
+        visiting: PreTrainedModel | None = None,
         ends: Sequence[int] = (),
         mini_batch_size: int | None = None,
     ) -> None:
@@ -309,7 +308,7 @@ class Run:
                 f"the step's batch is in {self.folder.save_batch(self.step + 1, batch)}"
             )
 
-    def refresh(self, reference: nn.Module, policy: nn.Module) -> None:
+    def refresh(self, reference: PreTrainedModel, policy: PreTrainedModel) -> None:
         """Give a reference the policy's weights. It has to be in what `begin` got, so that checkpoints have it."""
         self.saver.wait_until_copied()
         copy_weights(policy, reference)

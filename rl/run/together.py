@@ -1,7 +1,7 @@
 """Work that all ranks do together: what fails on one of them fails on all, so that nobody waits for ever."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -28,7 +28,7 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> l
         result = work()
     except Exception as e:  # a full disk or memory has many names, and the other ranks wait
         cause, error = e, str(e) if isinstance(e, ValueError) else f"rank {dist.get_rank()}: {type(e).__name__}: {e}"
-    outcomes = gather((result, error), group)
+    outcomes: list[tuple[Any, str | None]] = gather((result, error), group)
     watchdog.beat()  # the main thread may be waiting for nothing else
     if errors := [error for _, error in outcomes if error is not None]:
         raise Failed(errors[0]) from cause

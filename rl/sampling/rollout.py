@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from rl.data.batching import collate, common_prefix
 from rl.data.types import Batch, Sample, Sampling, take_rows, unknown
@@ -97,7 +97,7 @@ def sampled_by(version: int, sample: Sample) -> np.ndarray:
 
 @torch.no_grad()
 def check_engine(
-    policy: nn.Module,
+    policy: PreTrainedModel,
     samples: Sequence[Sample],
     sampling: Sampling,
     rollout: Rollout,

@@ -39,7 +39,7 @@ def begin_worker() -> socket.socket:
     if worker == 0:
         die_with_parent()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        sys.stdout.reconfigure(line_buffering=True)  # this process may be killed at any moment
+        sys.stdout.reconfigure(line_buffering=True)  # pyrefly: ignore[missing-attribute]  # the process may be killed at any moment
         starter = socket.socket(fileno=descriptor)
         starter.set_inheritable(False)
         return starter

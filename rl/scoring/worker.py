@@ -47,7 +47,8 @@ def as_number(value: Any) -> float:
     """
     plain = value.item() if hasattr(value, "item") else value
     plain = float(plain) if isinstance(plain, Decimal) else plain
-    if not isinstance(plain, numbers.Real) or not abs(plain) <= 1e18:  # NaN is not
+    # pyrefly: ignore[unsupported-operation]  # the absolute value of any real number can be compared; NaN is not smaller
+    if not isinstance(plain, numbers.Real) or not abs(plain) <= 1e18:
         raise ValueError(f"returned {value!r:.200} ({type(value).__name__}), not a number between -1e18 and 1e18")
     return float(plain)
 
@@ -96,15 +97,15 @@ def score(rewards: list[Reward], calls: list[tuple]) -> list[Result]:
                     own["acc"] = parts.get("acc", value)
                 parts = own | {f"{reward.label}/{key}": part for key, part in parts.items()}
             components[i] |= parts
-            totals[i] = None if value is None or totals[i] is None else totals[i] + reward.weight * value
+            totals[i] = None if value is None or (total := totals[i]) is None else total + reward.weight * value
     return list(zip(totals, components, strict=True))
 
 
 def limit(kind: int, soft: int, hard: int) -> None:
     """Set a limit of this process, or a lower one: a hard limit that the user has set cannot be raised."""
     most = resource.getrlimit(kind)[1]
-    values = [x if most == resource.RLIM_INFINITY else min(x, most) for x in (soft, hard)]
-    resource.setrlimit(kind, tuple(values))
+    soft, hard = (x if most == resource.RLIM_INFINITY else min(x, most) for x in (soft, hard))
+    resource.setrlimit(kind, (soft, hard))
 
 
 def main() -> None:
@@ -127,7 +128,7 @@ def main() -> None:
     except BaseException:  # even SystemExit: the trainer reports it
         reply(problem=traceback_text(), last=True)
         signal.pause()  # to be killed, with everything that the files have started
-    reply(batched=any(r.batched for r in rewards))
+    reply(batched=any(r.batched for r in rewards))  # pyrefly: ignore[unbound-name]  # else the process waits above
 
     while True:
         try:

@@ -61,7 +61,7 @@ def check(tokenizer, tiny_model, url, seconds=servers.LONG):
     try:
         check_teacher(flags, tokenizer, student=tiny_model, longest=44, top_k=K)
     finally:
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 50  # less than one try
 
 
 # The same client reads both paths; what is in an answer is read for each.

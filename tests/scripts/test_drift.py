@@ -88,6 +88,6 @@ def test_a_line_that_is_mended_in_one_script_only_is_noticed(name):
 
 
 @pytest.mark.parametrize("script", ["train_grpo", "train_ppo", *FAMILY, "train_dpo"])
-def test_the_six_phases_stand_in_their_order(script):
+def test_the_phases_stand_in_their_order(script):
     found = list(dict.fromkeys(re.findall(r"^ +# (\d)[ab]?\. ", read(script), re.MULTILINE)))
     assert found == [str(i) for i in range(1, 7)]

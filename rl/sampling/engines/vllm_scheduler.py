@@ -89,6 +89,7 @@ def take_shortcuts(scheduler: Any, in_flight: dict[str, OpenRequest]) -> None:
                 request.num_in_flight_tokens -= 1
                 request.num_output_placeholders -= ahead
                 known.token_ids.append(token_id)
+                # pyrefly: ignore[missing-attribute]  # every request asks for log-probs
                 known.logprobs.append(output.logprobs.of_sampled[index])
                 del others[name]
         scheduled.num_scheduled_tokens = others
