@@ -22,6 +22,7 @@ from rl.flags import build
 from rl.model import load as models
 from rl.model import sharding
 from rl.run.checkpoint_files import list_steps
+from rl.sampling import sampler
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -175,7 +176,7 @@ def test_a_push_that_forgets_adapters_ends_the_run(task, tmp_path, monkeypatch, 
         for i, (name, x) in enumerate(original(policy, ranks)):
             yield name, base[name] if forgotten == "all" or i % 2 else x
 
-    monkeypatch.setattr(train_grpo, "weights_for_engine", push)
+    monkeypatch.setattr(sampler, "weights_for_engine", push)
     settings = h.grpo_settings(task, tmp_path, lora_rank=4, lr=1e-2, total_training_steps=4)
     with pytest.raises(RuntimeError, match="does not hold the policy's weights") as error:
         train_grpo.main(build(train_grpo.Args, **settings))

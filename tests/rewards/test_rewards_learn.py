@@ -24,6 +24,7 @@ from data import arithmetic, grail, mbpp
 from extras.engines import hf
 from rewards import gsm8k
 from rewards.sandbox import judge as sandbox
+from rl.data.order import prompts_for_step
 from rl.data.types import Sampling
 from rl.flags import build
 from rl.ranks import Ranks
@@ -337,7 +338,7 @@ def test_rules_and_a_reward_model_add_up(unlearned, sampled, tmp_path):
     # The first step again: every response by the rule, and by the reward model as transformers runs it.
     tokenizer, model = AutoTokenizer.from_pretrained(policy), AutoModelForSequenceClassification.from_pretrained(judge)
     model.config.pad_token_id = None  # it then scores the last token
-    chosen = train_grpo.prompts_for_step(rows, 0, 8, SEED)
+    chosen = prompts_for_step(rows, 0, 8, SEED)
     right, learned_scores = [], []
     for row, ids in zip([row for row in chosen for _ in range(8)], sampled()[0], strict=True):
         text = tokenizer.decode(ids, skip_special_tokens=True)

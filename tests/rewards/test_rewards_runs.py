@@ -18,6 +18,7 @@ import train_grpo
 import train_grpo_variants
 from extras.engines import hf
 from rewards import gsm8k
+from rl.data.order import prompts_for_step
 from rl.model import load as models
 from rl.run.checkpoint_files import list_steps
 
@@ -94,7 +95,7 @@ def test_a_prompt_that_cannot_be_scored_is_as_if_it_had_not_been_sampled(variant
     settings = dict(loss_agg_mode="seq-mean-token-mean", reward_workers=2, reward_timeout=0.5)
     expected = variants(**settings, train_batch_size=2, ppo_mini_batch_size=2)
     rows = pq.read_table(task.train).to_pylist()
-    third = train_grpo.prompts_for_step([row["extra_info"]["index"] for row in rows], 0, 3, 0)[2]
+    third = prompts_for_step([row["extra_info"]["index"] for row in rows], 0, 3, 0)[2]
     assert third != 0  # the first row is tried at start
     failures = {"error_frac": "raise KeyError('no')", "timeout_frac": "time.sleep(60)", "none_frac": "return None"}
     for number, (share, failure) in enumerate(failures.items(), start=2):
@@ -244,7 +245,7 @@ def test_components_are_averaged_by_data_source_and_acc_is_the_accuracy(grpo, re
     """)
     metrics = grpo(custom_reward_function=path, **sources, test_freq=1, log_val_generations=16, max_response_length=24)
     # Training: 16 responses, of whose lengths the mean is known.
-    rows = train_grpo.prompts_for_step([i % 2 for i in range(64)], 0, 4, 0)
+    rows = prompts_for_step([i % 2 for i in range(64)], 0, 4, 0)
     shares = {"odd": sum(rows) / 4, "even": 1 - sum(rows) / 4}
     assert 0 < shares["odd"] < 1
     mean = sum(share * metrics[f"reward/{source}/length"] for source, share in shares.items())
