@@ -26,7 +26,7 @@ from rl.model.checks import check_model
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run.command_line import parse
 from rl.sampling.engines import check_engine_flags, make_engine
-from rl.sampling.engines.flags import EngineFlags, Rollout
+from rl.sampling.engines.flags import EngineFlags, EngineSizes
 from rl.sampling.evaluation import of_scoring
 from rl.sampling.flags import Decoding
 from rl.sampling.groups import sample_groups, sampling_settings
@@ -54,7 +54,7 @@ class Args:
     output: str | None = None  # write every response with its score to this jsonl file
     texts: Texts = Texts()
     scoring: Scoring = Scoring()
-    rollout: EngineFlags = EngineFlags(gpu_memory_utilization=0.9)
+    rollout: EngineSizes = EngineSizes(gpu_memory_utilization=0.9)
     envs: EnvironmentFlags = EnvironmentFlags()
 
 
@@ -84,7 +84,7 @@ def main(args: Args) -> dict[str, float]:
 
     # Sample and score this rank's prompts; then every rank gets all samples and scores, in the order of the rows.
     ranks = init_ranks()
-    rollout = Rollout(**vars(args.rollout))
+    rollout = EngineFlags(**vars(args.rollout))
     engine = make_engine(args.model, ranks, rollout, longest=longest, seed=args.seed, load_weights=True)
     seed = derive_seed(args.seed, engine.first_rank)
     own_samples, tickets = sample_groups(engine, ranks.own_slice(rows), sampling, scorer.submit, partner, seed=seed)

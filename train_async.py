@@ -38,8 +38,8 @@ from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
 from rl.run.task import load_task
-from rl.sampling.engines.flags import Rollout
-from rl.sampling.rollout import scores_of
+from rl.sampling.engines.flags import EngineFlags
+from rl.sampling.responses import scores_of
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     proximal_policy: Literal["recomputed", "loglinear", "sampler"] = "recomputed"
     seed: Count = 0  # decides data order and sampling, together with a prompt's number
     pool: SamplerFlags = SamplerFlags()
-    rollout: Rollout = Rollout(gpu_memory_utilization=0.9)
+    rollout: EngineFlags = EngineFlags(gpu_memory_utilization=0.9)
     correction: Correction = Correction(rollout_is="token")
     logging: LoggingRL = LoggingRL(
         experiment_name="async",

@@ -43,7 +43,7 @@ from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
 from rl.run.task import load_task, open_sampler
-from rl.sampling.rollout import scores_of
+from rl.sampling.responses import scores_of
 
 # --loss-mode -> function: log-probs of K tokens by student and teacher (R, K), beta -> distance (R,). With p_S and p_T
 # their probabilities, KL(p, q) = sum over the K tokens of p (log p - log q). None: no distance, the advantage above.

@@ -47,7 +47,7 @@ from rl.run import metrics
 from rl.run.arguments import LoggingRL, RLBase, parse
 from rl.run.run import Run
 from rl.run.task import load_task, open_sampler
-from rl.sampling.rollout import scores_of
+from rl.sampling.responses import scores_of
 from rl.sampling.sampler import Sampler
 from rl.scoring.pool import Ticket
 

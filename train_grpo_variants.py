@@ -44,7 +44,7 @@ from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
 from rl.run.task import load_task, open_sampler
-from rl.sampling.rollout import lengths_of, scores_of
+from rl.sampling.responses import lengths_of, scores_of
 
 # --adv-estimator -> function: rewards (P, G), lengths (P, G), flags and parts of gdpo -> advantages (P, G)
 ADVANTAGES = {

@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from extras.implicit_rewards import reward_model_metrics
+from extras.implicit_rewards import accuracies_of, reward_model_metrics
 from rl.data.batching import make_batch
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, Free, NotNegative, Positive, Share
@@ -41,7 +41,7 @@ from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
 from rl.run.task import load_task, open_sampler
-from rl.sampling.rollout import accuracies_of, scores_of
+from rl.sampling.responses import scores_of
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
 from rl.run.task import load_task, open_sampler
 from rl.sampling.groups import sample_groups
-from rl.sampling.rollout import scores_of
+from rl.sampling.responses import scores_of
 from rl.sampling.sampler import Sampler
 from rl.scoring.pool import Ticket
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rl.data.batching import make_batch, num_bytes
 from rl.data.types import Sample, Score
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
-from rl.sampling.rollout import gather_responses, scores_of
+from rl.sampling.responses import gather_responses, scores_of
 from rl.scoring.pool import with_scores
 
 GROUP = 8  # responses to a prompt

@@ -327,20 +327,20 @@ def engine_gap(export: str, policy: torch.nn.Module, ranks: Any) -> dict[str, An
     from rl.data.types import Sampling
     from rl.model import load as models
     from rl.sampling.engines import vllm
-    from rl.sampling.engines.flags import Rollout
+    from rl.sampling.engines.flags import EngineFlags
     from rl.sampling.groups import sample_groups
-    from rl.sampling.rollout import check_engine
+    from rl.sampling.verify import check_engine
 
     rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7, 40 - i]) for i in range(4)]
     sampling = Sampling(n=2, temperature=1.0, max_tokens=40)
     try:
-        engine = vllm.Engine(export, ranks, Rollout(max_num_seqs=8), longest=64)
+        engine = vllm.Engine(export, ranks, EngineFlags(max_num_seqs=8), longest=64)
         for x in policy.parameters():
             x.mul_(1.05)
         engine.update_weights(models.weights_for_engine(policy, ranks))
         model = engine.llm.apply_model(lambda model: type(model).__name__)[0]
         samples, _ = sample_groups(engine, rows, sampling, seed=1)
-        gap = check_engine(policy, samples, sampling, Rollout(max_logprob_gap=1e9), ranks, num_probe=8)
+        gap = check_engine(policy, samples, sampling, EngineFlags(max_logprob_gap=1e9), ranks, num_probe=8)
     except Exception as error:  # whatever vLLM says of a model that it does not serve
         traceback.print_exc()
         return {"engine_error": " ".join(f"{type(error).__name__}: {error}".split()).partition(" [type=")[0][:250]}

@@ -38,7 +38,7 @@ from extras.plan import simulation  # noqa: E402
 from rl.data.rows import Row  # noqa: E402
 from rl.data.types import Sampling  # noqa: E402
 from rl.ranks import shutdown_ranks  # noqa: E402
-from rl.sampling.rollouts import Rollouts  # noqa: E402
+from rl.sampling.loop import Loop  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ def steady_state(args: Args, share: float, rows: list[Row], sampling: Sampling, 
     """The groups that are in flight between two steps, as a checkpoint of `InFlight` has them."""
     settings = {name: getattr(args, name) for name in ("prompts", "rollout_n", "max_length", "mean_length")}
     flight = simulation.simulate(simulation.Args(**settings), share, steps=20)[1]
-    random, rollouts = np.random.default_rng(1), Rollouts(None)
+    random, loop = np.random.default_rng(1), Loop(None)
     ends, whole = list(sampling.stop_token_ids), {}
     for name, (row, group) in enumerate(zip(rows, flight, strict=True)):
-        rollouts.start(name, row, sampling)
+        loop.start(name, row, sampling)
         for j, length in enumerate(group.lengths):
-            x, n = rollouts.trajectories[name, j], int(min(length, group.tokens))
+            x, n = loop.trajectories[name, j], int(min(length, group.tokens))
             ids = random.integers(0, vocabulary, n)
             x.ids = np.where(np.isin(ids, ends), 15, ids).tolist()  # 15: a digit, which ends nothing
             x.mask, x.logprobs = [1] * n, [-float(np.log(vocabulary))] * n
@@ -96,9 +96,9 @@ def steady_state(args: Args, share: float, rows: list[Row], sampling: Sampling, 
             x.columns = {"versions": np.array(of_prompt + [0] * n, np.int32)}
             if n == length:
                 x.finish_reason = "length" if n == args.max_length else "stop"
-                for _, samples in rollouts._finish(x):  # complete: it waits for the next step
+                for _, samples in loop._finish(x):  # complete: it waits for the next step
                     whole[name] = saved_group(row, dict(enumerate(samples)))
-    groups = groups_in_flight(rollouts) | whole
+    groups = groups_in_flight(loop) | whole
     return [groups[name] for name in sorted(groups)]
 
 

@@ -33,7 +33,7 @@ from rl.model.roles import CausalLM  # noqa: E402
 from rl.model.sharding import Memory  # noqa: E402
 from rl.ranks import init_ranks  # noqa: E402
 from rl.sampling.engines import make_engine  # noqa: E402
-from rl.sampling.engines.flags import Rollout  # noqa: E402
+from rl.sampling.engines.flags import EngineFlags  # noqa: E402
 from rl.sampling.groups import sample_groups  # noqa: E402
 
 
@@ -124,7 +124,7 @@ def main(args: Args) -> list[dict]:
         Lively.from_pretrained(str(args.out / "model"), dtype=ranks.dtype)[0].save_pretrained(args.out / "model")
     model = load_model(str(args.out / "model"), ranks, None, Memory(compile=False), kind=RandomModel(), longest=longest)
     has_experts = family(model, "experts") is not None
-    rollout = Rollout(engine=args.engine, router_replay=has_experts, max_num_seqs=64, gpu_memory_utilization=0.4)
+    rollout = EngineFlags(engine=args.engine, router_replay=has_experts, max_num_seqs=64, gpu_memory_utilization=0.4)
     engine = make_engine(str(args.out / "model"), ranks, rollout, longest=longest, seed=args.seed)
     ends = ("o_proj.weight", "down_proj", "down_proj.weight")
     whole = {name: local_of(x.detach()).cpu().clone() for name, x in model.named_parameters() if name.endswith(ends)}

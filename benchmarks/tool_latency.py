@@ -45,9 +45,9 @@ from rl.data.types import Completion, Request, Sample, Sampling
 from rl.model.load import load_pretrained
 from rl.ranks import init_ranks
 from rl.sampling.engines import Engine, make_engine
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import seeded
-from rl.sampling.rollouts import Rollouts
+from rl.sampling.loop import Loop
 
 TOOL = '''
 import time
@@ -230,7 +230,7 @@ class Generation:
         self.environments = self.partner.environments
         said = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in (TURN, LAST_TURN))
         self.script, ranks = Script(args, *said), init_ranks()
-        rollout = Rollout(engine=args.engine, max_num_seqs=args.max_num_seqs, free_cache_engine=False)
+        rollout = EngineFlags(engine=args.engine, max_num_seqs=args.max_num_seqs, free_cache_engine=False)
         longest = self.script.longest
         self.engine = make_engine(str(model), ranks, rollout, longest=args.prompt_length + longest)
         policy = load_pretrained(str(model), ranks)
@@ -258,11 +258,11 @@ class Generation:
         (self.folder / "latency").write_text(str(latency))
         self.watch.seconds.clear()
         start, found = time.perf_counter(), {}
-        rollouts = Rollouts(self.engine, self.partner if kind == "conversations" else None, seed=0)
+        loop = Loop(self.engine, self.partner if kind == "conversations" else None, seed=0)
         with seeded(0, self.engine.device):
             for i, row in enumerate(self.rows):
-                rollouts.start(i, row, self.way, i if kind == "seeded" else None)
-            for i, samples in rollouts.run():
+                loop.start(i, row, self.way, i if kind == "seeded" else None)
+            for i, samples in loop.run():
                 found[i] = samples
         seconds = time.perf_counter() - start
         parts = dict(self.watch.seconds) | {"the rest": seconds - sum(self.watch.seconds.values())}

@@ -14,7 +14,7 @@ from rl.model.load import load_pretrained
 from rl.model.sharding import shard
 from rl.sampling.engines import vllm
 from rl.sampling.engines.base import Engine
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 
 MAX_NUM_SEQS = 8  # fewer than most tests sample, so that engines have to queue
 LONGEST = 320
@@ -23,7 +23,7 @@ LONGEST = 320
 @pytest.fixture(scope="module")
 def hf_engine(world, tiny_model) -> Iterator[hf.Engine]:
     """The plain engine."""
-    engine = hf.Engine(tiny_model, world, Rollout(max_num_seqs=MAX_NUM_SEQS), longest=LONGEST)
+    engine = hf.Engine(tiny_model, world, EngineFlags(max_num_seqs=MAX_NUM_SEQS), longest=LONGEST)
     yield engine
     engine.close()
 
@@ -33,7 +33,7 @@ def vllm_engine(world, tiny_model) -> Iterator[vllm.Engine]:
     """vLLM, with shortcuts."""
     h.needs_vllm()
     launch.look_at_classes_here()
-    engine = vllm.Engine(tiny_model, world, Rollout(max_num_seqs=MAX_NUM_SEQS), longest=LONGEST)
+    engine = vllm.Engine(tiny_model, world, EngineFlags(max_num_seqs=MAX_NUM_SEQS), longest=LONGEST)
     yield engine
     engine.close()
 

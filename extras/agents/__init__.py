@@ -41,7 +41,7 @@ class EnvironmentFlags:
 
 
 def open_partner(flags: EnvironmentFlags, tokenizer: Any, stop_ids: Sequence[int]) -> Any:
-    """The partner of the policy that the flags ask for, see `rl.sampling.rollouts.Partner`; None without --environment
+    """The partner of the policy that the flags ask for, see `rl.sampling.loop.Partner`; None without --environment
     and --tools. Raises ValueError for both of these, or as `conversations.Conversations`.
     """
     if flags.environment and flags.tools:

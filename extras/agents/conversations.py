@@ -1,4 +1,4 @@
-"""Conversations of the policy with environments: the partner of the policy, see `rl.sampling.rollouts.Partner`.
+"""Conversations of the policy with environments: the partner of the policy, see `rl.sampling.loop.Partner`.
 
 What a turn of the policy says, and calls, is read and handed to the environment of the response. What the environment
 answers is written by the chat template, and its token ids are appended to the response.
@@ -18,7 +18,7 @@ from extras.agents.outcome import make_outcome
 from rl.console import say
 from rl.data.template import FAULTS
 from rl.data.types import Outcome
-from rl.sampling.rollouts import Trajectory
+from rl.sampling.loop import Trajectory
 
 
 @dataclass

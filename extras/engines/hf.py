@@ -22,9 +22,9 @@ from rl.model.family import Pass
 from rl.model.load import buffers_in_files, name_weights, published
 from rl.model.roles import CAUSAL_LM
 from rl.ranks import Ranks
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 
-DEFAULT = Rollout()
+DEFAULT = EngineFlags()
 
 
 class Engine(base.Engine):
@@ -33,7 +33,7 @@ class Engine(base.Engine):
     Raises ValueError if the model's files lack weights.
     """
 
-    def __init__(self, model: str, ranks: Ranks, flags: Rollout = DEFAULT, *, longest: int):
+    def __init__(self, model: str, ranks: Ranks, flags: EngineFlags = DEFAULT, *, longest: int):
         super().__init__(model, ranks, longest)
         replica, _ = read_model(model, CAUSAL_LM, flag="--model", dtype=ranks.dtype)
         name_weights(replica, model)

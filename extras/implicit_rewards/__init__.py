@@ -34,3 +34,10 @@ def reward_model_metrics(rewards: Any, log_ratios: Any, rows: Any, accuracies: A
         "reward_model/raw_reward": raw_reward[is_scored].mean().item(),
         "reward_model/dpo_acc": order_accuracy(raw_reward.view(accuracies.shape), accuracies).item(),
     }
+
+
+def accuracies_of(responses: Any) -> Any:
+    """How right each response is, (B,) float32 within 0 and 1: see `Score.accuracy`; NaN without a score."""
+    from extras.implicit_rewards import accuracy
+
+    return accuracy.accuracies_of(responses)

@@ -1,7 +1,18 @@
-"""How well implicit rewards order the responses of a group."""
+"""How right responses are, and how well implicit rewards order the responses of a group."""
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from rl.data.types import Sample
+
+
+def accuracies_of(responses: Sequence[Sample]) -> Tensor:
+    """How right each response is, (B,) float32 within 0 and 1: see `Score.accuracy`; NaN without a score."""
+    scores = [x.score for x in responses]
+    return torch.tensor([math.nan if x.value is None else x.accuracy for x in scores]).clamp(0, 1)
 
 
 def order_accuracy(log_ratios: Tensor, accuracies: Tensor) -> Tensor:

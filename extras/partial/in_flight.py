@@ -20,7 +20,7 @@ from rl.data.types import Sample, Sampling
 from rl.ranks import Ranks
 from rl.sampling.engines import Engine
 from rl.sampling.groups import seeded
-from rl.sampling.rollouts import Partner, Rollouts
+from rl.sampling.loop import Loop, Partner
 from rl.sampling.sampler import Sampler
 
 
@@ -43,14 +43,14 @@ class PartialSampler(Sampler):
         return self.in_flight.sample(self.engine, rows, task.sampling, task.scorer.submit, task.partner, step=step)
 
 
-def pause(rollouts: Rollouts) -> Iterator[tuple[Hashable, list[Sample]]]:
+def pause(loop: Loop) -> Iterator[tuple[Hashable, list[Sample]]]:
     """Interrupt the loop, then wait for the partner where it was asked: it answers before others use it. Gives the
     groups that become complete by that. Ranks of an engine wait together, and not if the run is asked to stop.
     """
-    rollouts.interrupt()
-    engine = rollouts.engine
-    while engine.has_requests(waiting=bool(rollouts.waiting)) and not stop.requested(engine.group):
-        yield from rollouts.step()
+    loop.interrupt()
+    engine = loop.engine
+    while engine.has_requests(waiting=bool(loop.waiting)) and not stop.requested(engine.group):
+        yield from loop.step()
 
 
 class InFlight:
@@ -76,7 +76,7 @@ class InFlight:
         self.ahead = math.ceil(share * batch_size)  # groups
         self.seed = seed
         self.rows, self.batch_size, self.ranks = ByIndex(rows), batch_size, ranks
-        self.rollouts: Rollouts | None = None
+        self.loop: Loop | None = None
         self.count = 0  # the name of the next group that this rank begins
         self.ready: dict[int, tuple[Row, list[Sample], Any]] = {}  # complete, by name, with what `on_group` returned
         of_ranks = [state.get("in_flight", []) for state in states]
@@ -103,18 +103,18 @@ class InFlight:
         seed, own_slice = derive_seed(self.seed, step, engine.first_rank), self.ranks.own_slice
         # Two shares: a share of both together may be less than a rank's share of P.
         own_rows = own_slice(rows[: self.batch_size]) + own_slice(rows[self.batch_size :])
-        if self.rollouts is None:
-            self.rollouts = Rollouts(engine, partner, seed=seed)
+        if self.loop is None:
+            self.loop = Loop(engine, partner, seed=seed)
             self._restore(sampling, on_group)
         wanted = len(self.ranks.slice_of(self.batch_size, self.ranks.data_rank))
         with seeded(seed, engine.device), progress("generate", [], total=wanted) as bar:
-            self.rollouts.resume()
+            self.loop.resume()
             for i, row in enumerate(own_rows):  # at the end of an epoch a prompt may be there twice
                 own_seed = derive_seed(seed, row["row_index"], i) if partner else None
-                self.rollouts.start(self.count, row, sampling, own_seed)
+                self.loop.start(self.count, row, sampling, own_seed)
                 self.count += 1
-            complete = self.rollouts.run(enough=lambda: len(self.ready) >= wanted)
-            for name, samples in itertools.chain(complete, pause(self.rollouts)):
+            complete = self.loop.run(enough=lambda: len(self.ready) >= wanted)
+            for name, samples in itertools.chain(complete, pause(self.loop)):
                 row = self.rows[samples[0].row_index]
                 self.ready[name] = row, samples, on_group(row, samples)
                 bar.update()
@@ -132,17 +132,17 @@ class InFlight:
 
         Groups in flight that have a partner are not kept: a resumed run begins them again.
         """
-        if self.rollouts is None:
+        if self.loop is None:
             return {"in_flight": self.saved}
         complete = {name: saved_group(row, dict(enumerate(x))) for name, (row, x, _) in self.ready.items()}
-        groups = groups_in_flight(self.rollouts) | complete
+        groups = groups_in_flight(self.loop) | complete
         return {"in_flight": [groups[name] for name in sorted(groups)]}
 
     def _restore(self, sampling: Sampling, on_group: Callable) -> None:
         """Go on with a checkpoint's groups. Those that no longer fit, as after --force-resume, begin again."""
         for group in self.saved:
             row = self.rows.get(group["row_index"], self.rows[min(self.rows)])
-            samples = restore(self.rollouts, self.count, row, sampling, group)
+            samples = restore(self.loop, self.count, row, sampling, group)
             if samples:
                 self.ready[self.count] = row, samples, on_group(row, samples)
             self.count += 1

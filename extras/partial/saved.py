@@ -7,7 +7,7 @@ import numpy as np
 
 from rl.data.rows import Row
 from rl.data.types import Sample, Sampling, sample_of
-from rl.sampling.rollouts import Rollouts, Trajectory
+from rl.sampling.loop import Loop, Trajectory
 
 
 def saved_group(row: Row, done: dict[int, Sample]) -> dict[str, Any]:
@@ -16,19 +16,19 @@ def saved_group(row: Row, done: dict[int, Sample]) -> dict[str, Any]:
     return prompt | {"done": [[j, vars(sample)] for j, sample in done.items()], "open": []}
 
 
-def groups_in_flight(rollouts: Rollouts) -> dict[Hashable, dict[str, Any]]:
+def groups_in_flight(loop: Loop) -> dict[Hashable, dict[str, Any]]:
     """The groups in flight, by name: see `saved_group`."""
     groups = {}
-    for (name, j), x in rollouts.trajectories.items():
+    for (name, j), x in loop.trajectories.items():
         if name not in groups:
-            groups[name] = saved_group(x.row, {} if rollouts.partner else rollouts.groups[name][1])
-        if not rollouts.partner:  # what a partner has kept of a group is not saved, so that the group begins again
+            groups[name] = saved_group(x.row, {} if loop.partner else loop.groups[name][1])
+        if not loop.partner:  # what a partner has kept of a group is not saved, so that the group begins again
             arrays = np.array(x.ids, np.int32), np.array(x.mask, np.int8), np.array(x.logprobs, np.float32)
             groups[name]["open"].append([j, *arrays, x.columns, x.seed, x.turns])
     return groups
 
 
-def restore(rollouts: Rollouts, name: Hashable, row: Row, sampling: Sampling, saved: dict[str, Any]) -> list[Sample]:
+def restore(loop: Loop, name: Hashable, row: Row, sampling: Sampling, saved: dict[str, Any]) -> list[Sample]:
     """Go on with a saved group; returns its samples if it is complete. It begins again if the prompt or `sampling.n`
     are no longer the same, or a response is too long for `sampling.max_tokens`.
     """
@@ -37,7 +37,7 @@ def restore(rollouts: Rollouts, name: Hashable, row: Row, sampling: Sampling, sa
     lengths = [len(x.response_ids) for x in done.values()] + [len(ids) + 1 for _, ids, *_ in saved["open"]]
     is_same = numbers == list(range(sampling.n)) and list(saved["prompt_ids"]) == list(row["prompt_ids"])
     if not is_same or max(lengths) > sampling.max_tokens:
-        rollouts.start(name, row, sampling)
+        loop.start(name, row, sampling)
         return []
     if not saved["open"]:
         return [done[j] for j in range(sampling.n)]
@@ -47,5 +47,5 @@ def restore(rollouts: Rollouts, name: Hashable, row: Row, sampling: Sampling, sa
         x.ids, x.mask, x.logprobs = ids.tolist(), mask.tolist(), logprobs.tolist()
         x.columns, x.turns = columns, turns
         going_on.append(x)
-    rollouts.go_on(name, sampling.n, done, going_on)
+    loop.go_on(name, sampling.n, done, going_on)
     return []

@@ -32,10 +32,11 @@ from rl.data.rows import Row
 from rl.data.template import rendering_of
 from rl.data.types import Evaluation, Sample, sample_of
 from rl.ranks import Ranks
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.evaluation import summarize
-from rl.sampling.rollout import check_engine, gather_responses
+from rl.sampling.responses import gather_responses
 from rl.sampling.sampler import Task
+from rl.sampling.verify import check_engine
 from rl.scoring.pool import Ticket, raise_if_failing, with_scores
 
 AVERAGED_STEPS = 8  # whose times are averaged: with staleness, short and long steps may alternate
@@ -159,7 +160,7 @@ class SamplerPool:
         shown = {row["row_index"] for row in self.prompts.held_out[: self.task.validation.log_val_generations]}
         return summarize([row for row, _, _ in groups], samples, self.scorer, self.ranks, shown=shown)
 
-    def verify(self, policy: nn.Module, rollout: Rollout) -> None:
+    def verify(self, policy: nn.Module, rollout: EngineFlags) -> None:
         """Compare what each sampler has sampled right after the last push with the policy, which must not have changed.
 
         Raises RuntimeError, naming the sampler, if it does not hold the policy's weights. All ranks must enter.

@@ -21,7 +21,7 @@ from zmq.utils import z85
 from extras import agents
 from rl.data.rows import Row
 from rl.data.types import Sample, Sampling, unknown
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 
 TOKEN = "GLASSRL_SAMPLER_TOKEN"  # a variable of the environment: everybody can read a command line
 PARENT = "GLASSRL_SAMPLER_PARENT"  # the same: id of the process that has started this one and takes it with it
@@ -46,7 +46,7 @@ class Setup(msgspec.Struct, tag=True):
 
     model: str
     template: dict[str, Any]  # fields of a Rendering: how the chat template is used
-    rollout: Rollout
+    rollout: EngineFlags
     environment: agents.EnvironmentFlags
     longest: int  # tokens of a prompt and its response
     stop_token_ids: list[int]

@@ -31,7 +31,7 @@ from rl.data.template import Rendering, load_tokenizer
 from rl.flags import Seconds
 from rl.ranks import PR_SET_PDEATHSIG, init_ranks
 from rl.sampling.engines import Engine, make_engine
-from rl.sampling.rollouts import Partner, Rollouts
+from rl.sampling.loop import Loop, Partner
 
 REPORT_EVERY_S = 1.0
 SEND_AGAIN_S = 5.0  # what the run has not said that it has
@@ -54,7 +54,7 @@ class Sampler:
 
     def __init__(self, connection: Connection, setup: protocol.Setup, engine: Engine, partner: Partner | None):
         self.connection, self.setup, self.engine = connection, setup, engine
-        self.rollouts = Rollouts(engine, partner)
+        self.loop = Loop(engine, partner)
         self.own_seeds = setup.rollout.engine == "hf"  # they cost vLLM time, see `groups.seeded`
         self.room = setup.rollout.max_num_seqs
         self.leases: dict[int, protocol.Lease] = {}  # that are not finished
@@ -71,11 +71,11 @@ class Sampler:
         """Sample until the run ends, which raises Gone."""
         sys.excepthook = sys.__excepthook__  # what fails from here on shows its traceback
         while True:
-            self._obey(self.connection.receive(0.0 if self.rollouts.is_open() else IDLE_WAIT_S))
+            self._obey(self.connection.receive(0.0 if self.loop.is_open() else IDLE_WAIT_S))
             if (weights := self.inbox.take()) is not None:
                 self._load(*weights)
             self._begin()
-            if self.rollouts.is_open():
+            if self.loop.is_open():
                 self._step()
             self._report()
 
@@ -86,7 +86,7 @@ class Sampler:
             for number in orders.forget:
                 self.done.pop(number, None)
             if any(number in self.leases for number in orders.forget):
-                self.rollouts.abandon()  # it happens after a pause: most of what there is belongs to others by now
+                self.loop.abandon()  # it happens after a pause: most of what there is belongs to others by now
                 self.leases = {n: lease for n, lease in self.leases.items() if n not in orders.forget}
                 self.begun = set()
             new = {lease.number: lease for lease in orders.leases if lease.number not in self.done}
@@ -97,17 +97,17 @@ class Sampler:
 
     def _load(self, version: int, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Take new weights, and sample a few tokens with them, which the run compares with its own."""
-        self.rollouts.interrupt()
+        self.loop.interrupt()
         self.engine.policy_version = version - 1  # `update_weights` counts on
         self.engine.update_weights(named_tensors)
         self.version = version
-        probes = Rollouts(self.engine)
+        probes = Loop(self.engine)
         for i, row in enumerate(self.setup.probes):
             probes.start(i, row, self.setup.probe_sampling, derive_seed(self.setup.seed, version, i))
         samples = dict(probes.run())
         packed = [protocol.pack(sample) for i in range(len(samples)) for sample in samples[i]]
         self.probe, self.reported_at = protocol.Probe(version, packed), 0.0
-        self.rollouts.resume()
+        self.loop.resume()
 
     def _can_begin(self) -> set[int]:
         """The leases whose weights are here."""
@@ -117,13 +117,13 @@ class Sampler:
         """Begin what can begin and what the run knows of: any of it may be the reason if this process dies."""
         for number in sorted(self._can_begin() & self.may_begin - self.begun):
             lease = self.leases[number]
-            seed = lease.seed if self.own_seeds or self.rollouts.partner is not None else None
-            self.rollouts.start(number, json.loads(lease.row), lease.sampling, seed)
+            seed = lease.seed if self.own_seeds or self.loop.partner is not None else None
+            self.loop.start(number, json.loads(lease.row), lease.sampling, seed)
             self.begun.add(number)
 
     def _step(self) -> None:
         start = time.monotonic()
-        for number, samples in self.rollouts.step():
+        for number, samples in self.loop.step():
             del self.leases[number]
             self.begun.remove(number)
             self.done[number] = protocol.Group(number, [protocol.pack(s) for s in samples]), 0.0

@@ -65,7 +65,7 @@ class Completion(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the partner of the policy says of a complete response, as JSON: see `rl.sampling.rollouts.Partner`."""
+    """What the partner of the policy says of a complete response, as JSON: see `rl.sampling.loop.Partner`."""
 
     facts: dict[str, Any]  # what every rank gets, for metrics and advantages
     reward: float  # by the partner; it is added to the score of reward functions

@@ -27,7 +27,7 @@ from rl.run.run_folder import Checkpoints
 from rl.run.tracking import LoggingRL
 from rl.run.training import TrainingArgs
 from rl.sampling.engines import check_engine_flags
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.flags import Decoding, Validation
 from rl.scoring.flags import BY_DATA_SOURCE, Scoring
 
@@ -75,7 +75,7 @@ class RLBase(TrainingArgs):
     decoding: DecodingRL = DecodingRL()
     rewards: Rewards = Rewards()
     scoring: Scoring = Scoring()
-    rollout: Rollout = Rollout()
+    rollout: EngineFlags = EngineFlags()
     envs: EnvironmentFlags = EnvironmentFlags()
     lora: LoRA = LoRA()
     memory: MemoryRL = MemoryRL()

@@ -15,7 +15,7 @@ from rl.run.means import describe as describe
 from rl.run.means import describe_tokens as describe_tokens
 from rl.run.means import of_norms as of_norms
 from rl.sampling.evaluation import of_scoring
-from rl.sampling.rollout import lengths_of, scores_of
+from rl.sampling.responses import lengths_of, scores_of
 
 
 def of_groups(scores: torch.Tensor) -> dict[str, float]:

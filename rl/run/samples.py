@@ -13,9 +13,7 @@ from rl.data.types import Batch, Sample
 MOST = 4  # responses of a step, all to one prompt
 
 
-def shown(
-    tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], batch: Batch | None
-) -> list[dict[str, Any]]:
+def shown(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], batch: Batch | None) -> list[dict[str, Any]]:
     """The first responses to the first prompt, as JSON.
 
     `tokens` has a list for each of these, with an entry for each token of the response: `text`; `engine_logp`, the

@@ -13,7 +13,7 @@ from rl.ranks import Ranks
 from rl.sampling.engines.base import Engine
 from rl.sampling.flags import Validation
 from rl.sampling.groups import sample_groups
-from rl.sampling.rollouts import Partner
+from rl.sampling.loop import Partner
 from rl.scoring.pool import Scorer, with_scores
 
 

@@ -13,7 +13,7 @@ from rl.data.template import stop_token_ids
 from rl.data.types import Sample, Sampling
 from rl.sampling.engines.base import Engine
 from rl.sampling.flags import Decoding
-from rl.sampling.rollouts import Partner, Rollouts
+from rl.sampling.loop import Loop, Partner
 
 
 @contextlib.contextmanager
@@ -59,22 +59,22 @@ def sample_groups(
             sampled, such as `Scorer.submit`.
         partner: which answers the policy, so that a sample may have several turns.
         seed: with the same seed, rows and weights the samples are the same. See `seeded`, and with a partner
-            `Rollouts`.
+            `Loop`.
 
     Returns: the samples, groups side by side in the order of the rows; and what `on_group` has returned for each row.
     Both are incomplete if the run was asked to stop: call `run.may_stop_after` then. Raises RuntimeError naming the row
     if the engine returns anything but each response once, with a finite log-prob for every token.
     """
     ways = [sampling] * len(rows) if isinstance(sampling, Sampling) else sampling
-    rollouts, handed = Rollouts(engine, partner, seed=seed), {}
+    loop, handed = Loop(engine, partner, seed=seed), {}
     row_of: dict[Hashable, dict] = dict(enumerate(rows))
     with seeded(seed, engine.device), progress("generate", [], total=len(rows)) as bar:
         for i, (row, way) in enumerate(zip(rows, ways, strict=True)):
-            rollouts.start(i, row, way)
-        for i, samples in rollouts.run():
+            loop.start(i, row, way)
+        for i, samples in loop.run():
             bar.update()
             handed[i] = samples, on_group(row_of[i], samples) if on_group is not None else None
-        if rollouts.is_open():  # the run was asked to stop
-            rollouts.abandon()
-        rollouts.check_complete()
+        if loop.is_open():  # the run was asked to stop
+            loop.abandon()
+        loop.check_complete()
     return [s for i in sorted(handed) for s in handed[i][0]], [handed[i][1] for i in sorted(handed)]

@@ -18,16 +18,17 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.data.order import derive_seed, prompts_for_step
 from rl.data.packed import Lazy, Row
-from rl.data.types import Evaluation, Sample, Sampling, Score
+from rl.data.types import Evaluation, Sample, Sampling
 from rl.model.load import weights_for_engine
 from rl.ranks import Ranks
 from rl.sampling.engines import Engine
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.evaluation import evaluate
 from rl.sampling.flags import Validation
 from rl.sampling.groups import sample_groups
-from rl.sampling.rollout import check_engine, gather_responses
-from rl.sampling.rollouts import Partner
+from rl.sampling.loop import Partner
+from rl.sampling.responses import gather_responses
+from rl.sampling.verify import check_engine
 from rl.scoring.pool import Scorer, Ticket, raise_if_failing, with_scores
 
 
@@ -43,7 +44,7 @@ class Task(NamedTuple):
     total_steps: int
     batch_size: int  # prompts whose responses a step gets (P)
     longest: int  # tokens of a prompt and its response
-    rollout: Rollout  # flags of the engine
+    rollout: EngineFlags  # flags of the engine
     validation: Validation  # flags of evaluations
     max_error_frac: float  # share of a step's responses that may fail to get a score
     seed: int
@@ -105,7 +106,7 @@ class Sampler:
         self.end_phase("gen")
         if not stays_awake:
             self.sleep(policy)
-        self.own_samples = with_scores(self.own_samples, self.collect(tickets))
+        self.own_samples = with_scores(self.own_samples, self.scorer.collect(tickets))
         self.end_phase("reward")
         responses = gather_responses(self.own_samples, self.rows, self.ranks)
         raise_if_failing(responses, self.task.max_error_frac)
@@ -124,10 +125,6 @@ class Sampler:
         on_group = self.scorer.submit
         return rows, *sample_groups(self.engine, own_rows, task.sampling, on_group, task.partner, seed=seed)
 
-    def collect(self, tickets: Sequence[Ticket]) -> list[Score]:
-        """Wait for the scores of this rank's samples."""
-        return self.scorer.collect(tickets)
-
     def sleep(self, policy: nn.Module) -> None:
         """Let the engine sleep, and check by the last samples that it has the policy's weights."""
         self.engine.sleep()
@@ -140,16 +137,9 @@ class Sampler:
     def evaluate(self, policy: nn.Module) -> Evaluation:
         """Score responses of the policy to held-out prompts."""
         self.wake(policy)
-        task = self.task
+        task, engine, ranks = self.task, self.engine, self.ranks
         return evaluate(
-            self.engine,
-            self.scorer,
-            task.val_rows,
-            task.sampling,
-            task.validation,
-            self.ranks,
-            task.partner,
-            seed=task.seed,
+            engine, self.scorer, task.val_rows, task.sampling, task.validation, ranks, task.partner, seed=task.seed
         )
 
     def state(self) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Scorer:
             weighted sum, and 0 without functions.
         tokenizer: of the policy, to decode responses.
         rows: on which the functions are tried, see `trial.try_functions`; `report` says what they have scored.
-        partner: of the policy, see `rl.sampling.rollouts.Partner`, if there is one.
+        partner: of the policy, see `rl.sampling.loop.Partner`, if there is one.
         judges: which are not loaded yet.
         extra_info: joins every row's, as response_length (tokens) does.
 

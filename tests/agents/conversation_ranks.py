@@ -20,9 +20,9 @@ from rl.model.load import load_pretrained
 from rl.model.sharding import full_tensors, shard
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.sampling.engines import make_engine
-from rl.sampling.engines.flags import Rollout
-from rl.sampling.rollout import check_engine
-from rl.sampling.rollouts import Rollouts
+from rl.sampling.engines.flags import EngineFlags
+from rl.sampling.loop import Loop
+from rl.sampling.verify import check_engine
 
 TEMPERATURE, STOPS, LIMIT = 0.7, (0, 2, *range(20, 32)), 300
 
@@ -77,7 +77,7 @@ def main(model: str, game: str, out: str, engine_name: str, tensor_parallel_size
     flags = EnvironmentFlags(environment=game, max_turns=8)
     partner = open_partner(flags, tokenizer, STOPS)
     ranks = init_ranks()
-    rollout = Rollout(
+    rollout = EngineFlags(
         engine=engine_name, max_num_seqs=8, max_logprob_gap=1e-4, tensor_model_parallel_size=int(tensor_parallel_size)
     )
     engine = make_engine(model, ranks, rollout, longest=LIMIT + 20)
@@ -85,18 +85,18 @@ def main(model: str, game: str, out: str, engine_name: str, tensor_parallel_size
     engine.update_weights(full_tensors(policy))
 
     rows = make_rows(tokenizer)
-    rollouts, samples, unread = Rollouts(engine, partner, seed=5), [], {}
+    loop, samples, unread = Loop(engine, partner, seed=5), [], {}
     for row in ranks.own_slice(rows):
         is_long = row["row_index"] == len(rows) - 1 and engine_name == "vllm"
         stops = () if is_long else STOPS
-        rollouts.start(row["row_index"], row, Sampling(2, TEMPERATURE, max_tokens=LIMIT, stop_token_ids=stops))
+        loop.start(row["row_index"], row, Sampling(2, TEMPERATURE, max_tokens=LIMIT, stop_token_ids=stops))
     slowest = 0
-    while rollouts.is_open():
+    while loop.is_open():
         unread = {request.key: unread.get(request.key, 0) + 1 for request in engine.new}  # turns that are to begin
         slowest = max(slowest, *unread.values(), 0)
-        for _, group in rollouts.step():
+        for _, group in loop.step():
             samples += group
-    rollouts.check_complete()
+    loop.check_complete()
     gap = check_engine(policy, samples, Sampling(temperature=TEMPERATURE), rollout, ranks, num_probe=100)
     learnt = [replace(s, response_mask=np.ones_like(s.response_mask)) for s in samples]  # what it was told, too
     try:

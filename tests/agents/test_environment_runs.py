@@ -17,7 +17,7 @@ import eval as evaluation
 import train_grpo
 from rl.flags import build
 from rl.ranks import init_ranks
-from rl.sampling.rollouts import Rollouts, Trajectory
+from rl.sampling.loop import Loop, Trajectory
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -270,10 +270,10 @@ def kill_in_generation(step):
     """Kill this rank in the fourth round of decoding of a step."""
 
     def act():
-        h.at_call(Rollouts, "step", 4, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        h.at_call(Loop, "step", 4, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
     if os.environ["RANK"] == "0":
-        h.at_call(Rollouts, "__init__", step, act)
+        h.at_call(Loop, "__init__", step, act)
 
 
 def test_a_run_that_is_killed_in_a_conversation_goes_on_to_the_same_bits(task, tmp_path):

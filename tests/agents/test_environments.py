@@ -18,11 +18,11 @@ from extras.agents import EnvironmentFlags, open_partner
 from rl.data.batching import collate
 from rl.data.types import Sampling
 from rl.model.logprobs import token_logprobs
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.engines.vllm import TAKE_EVERY
 from rl.sampling.groups import sample_groups
-from rl.sampling.rollout import check_engine
-from rl.sampling.rollouts import Rollouts
+from rl.sampling.loop import Loop
+from rl.sampling.verify import check_engine
 
 STOPS = (0, 2, *range(20, 32))  # so that most turns of the tiny model end
 
@@ -206,11 +206,11 @@ def test_a_conversation_is_what_it_was_told_and_what_it_said(engine, policy, mad
     for s in samples[::5]:  # packed with others, and alone
         both = [token_logprobs(policy, collate(x), sampling=way)[0][0, : s.num_tokens] for x in ([s, *samples], [s])]
         torch.testing.assert_close(*both, rtol=0, atol=1e-5)
-    assert check_engine(policy, samples, way, Rollout(max_logprob_gap=1e-4), world, num_probe=16) < 1e-5
+    assert check_engine(policy, samples, way, EngineFlags(max_logprob_gap=1e-4), world, num_probe=16) < 1e-5
     for s in samples:
         s.response_mask[:] = 1
     with pytest.raises(RuntimeError, match="the response mask has tokens that it did not sample"):
-        check_engine(policy, samples, way, Rollout(max_logprob_gap=0.06), world, num_probe=16)
+        check_engine(policy, samples, way, EngineFlags(max_logprob_gap=0.06), world, num_probe=16)
 
 
 def facts(samples):
@@ -231,23 +231,23 @@ def test_samples_depend_on_the_seed_and_not_on_when_answers_come(engine, policy,
 def test_an_interruption_keeps_tokens_turns_and_versions(engine, policy, made, tokenizer):
     """Interrupted after every third step, with other weights from then on."""
     push(engine, policy)
-    rollouts, version = Rollouts(engine, made.partner, seed=1), engine.policy_version
+    loop, version = Loop(engine, made.partner, seed=1), engine.policy_version
     way = Sampling(n=2, temperature=TEMPERATURE, max_tokens=200, stop_token_ids=STOPS)
     for row in rows_of(tokenizer, {"turns": 2}, {"turns": 3, "latency": 0.02}):
-        rollouts.start(row["row_index"], row, way)
+        loop.start(row["row_index"], row, way)
     done, steps = [], 0
-    while rollouts.is_open():
-        for _, samples in rollouts.step():
+    while loop.is_open():
+        for _, samples in loop.step():
             done += samples
         steps += 1
         if steps % 3 == 0:
-            rollouts.interrupt()
+            loop.interrupt()
             assert engine.is_idle and not engine.has_requests()
             if steps == 3:
-                rollouts.resume()
-                rollouts.interrupt()  # before anything was sampled
+                loop.resume()
+                loop.interrupt()  # before anything was sampled
             push(engine, policy)
-            rollouts.resume()
+            loop.resume()
     assert len(done) == 4 and trainer_gap(policy, done) < 1e-4
     for s in done:
         said = [tokenizer.decode(x, skip_special_tokens=True) for _, x in parts(s)]

@@ -24,7 +24,7 @@ from rl.data.types import Outcome, Sample, Score
 from rl.formulas import advantages
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.run import metrics
-from rl.sampling.rollout import gather_responses, lengths_of, scores_of
+from rl.sampling.responses import gather_responses, lengths_of, scores_of
 
 CHOICE = TokenSelection(clip_cov_ratio=0.2, clip_cov_lb=-0.1, clip_cov_ub=0.5, kl_cov_ratio=0.15)
 ENTROPY = replace(CHOICE, top_entropy_quantile=0.3)

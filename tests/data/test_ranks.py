@@ -14,7 +14,7 @@ from helpers_data import ranks_without_group, sample, scored
 from extras.partial import waiting_groups
 from extras.variants import token_selection
 from rl.data.batching import collate, make_batch, shared_prefix
-from rl.sampling.rollout import gather_responses
+from rl.sampling.responses import gather_responses
 
 SAMPLES, SCORES, N = step.step_samples(), step.step_scores(), step.N
 SIZES = [1, 2, 3, 4]

@@ -33,9 +33,9 @@ from rl.model import load as models
 from rl.model import sharding
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run.checkpoint_files import list_steps
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import sample_groups
-from rl.sampling.rollout import check_engine
+from rl.sampling.verify import check_engine
 from rl.scoring.flags import Scoring
 from rl.scoring.pool import Scorer
 
@@ -211,9 +211,9 @@ def test_an_engine_that_swaps_prompts_is_found_out_by_their_log_probs(sample, sw
     policy, samples, ranks = sample(lambda c: [x._replace(key=(other[x.key[0]], x.key[1]), columns={}) for x in c])
     if swap:
         with pytest.raises(RuntimeError, match="does not hold the policy's weights"):
-            check_engine(policy, samples, Sampling(temperature=1.0), Rollout(max_logprob_gap=1e-4), ranks)
+            check_engine(policy, samples, Sampling(temperature=1.0), EngineFlags(max_logprob_gap=1e-4), ranks)
     else:
-        assert check_engine(policy, samples, Sampling(temperature=1.0), Rollout(max_logprob_gap=1e-4), ranks) < 1e-5
+        assert check_engine(policy, samples, Sampling(temperature=1.0), EngineFlags(max_logprob_gap=1e-4), ranks) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_the_usual_limit_of_the_gap_is_that_of_the_arithmetic(sample, gap, dtype
     policy, samples, ranks = sample(
         lambda c: [x._replace(logprobs=[y + gap * (-1) ** i for i, y in enumerate(x.logprobs)]) for x in c]
     )
-    rollout = Rollout(rollout_quantization=quantization)
+    rollout = EngineFlags(rollout_quantization=quantization)
     expected = pytest.raises(RuntimeError, match=f"more than --max-logprob-gap {limit}") if limit else nullcontext()
     with expected:
         found = check_engine(policy, samples, Sampling(temperature=1.0), rollout, replace(ranks, dtype=dtype))

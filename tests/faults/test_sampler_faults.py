@@ -33,7 +33,7 @@ from rl.data.flags import Data
 from rl.data.order import prompts_for_step
 from rl.data.prompts import load_prompts
 from rl.data.template import load_tokenizer
-from rl.sampling.rollouts import Rollouts
+from rl.sampling.loop import Loop
 
 KILLS = max(2, int(os.environ.get("GLASSRL_RANDOM_KILLS", "1")) // 5)  # for each staleness
 
@@ -428,14 +428,14 @@ def test_weights_without_room_end_the_run_with_the_flag(pools, task, tmp_path):
 
 def end_at(rows, held_out):
     """From now on a sampler ends with an error when it begins one of these rows, of the training or held-out data."""
-    start = Rollouts.start
+    start = Loop.start
 
-    def starting(rollouts, name, row, *arguments):
+    def starting(loop, name, row, *arguments):
         if isinstance(name, int) and row["row_index"] in (held_out if name < 0 else rows):
             raise RuntimeError(f"row {row['row_index']} ends this process")
-        start(rollouts, name, row, *arguments)
+        start(loop, name, row, *arguments)
 
-    Rollouts.start = starting
+    Loop.start = starting
 
 
 def test_prompts_that_end_their_samplers_are_dropped_and_no_others(pools, task, tmp_path):

@@ -18,9 +18,9 @@ from extras.lora import adapters as lora
 from rl.data.types import Sampling
 from rl.model import load as models
 from rl.model.sharding import Memory
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import sample_groups
-from rl.sampling.rollout import check_engine
+from rl.sampling.verify import check_engine
 
 CASE = ("ppo_clip", "token-mean")
 SAMPLING = Sampling(n=2, temperature=0.7, max_tokens=12)
@@ -79,7 +79,7 @@ def test_base_and_adapter_in_peft_the_merged_model_and_the_engine_agree(tiny_mod
     engine.update_weights(models.weights_for_engine(policy, world))
     rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7]) for i in range(3)]
     samples, _ = sample_groups(engine, rows, SAMPLING, seed=1, on_group=lambda *_: None)
-    assert check_engine(policy, samples, SAMPLING, Rollout(), world, num_probe=6) < 1e-5
+    assert check_engine(policy, samples, SAMPLING, EngineFlags(), world, num_probe=6) < 1e-5
     merged = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     merged.load_state_dict(dict(models.weights_for_engine(policy, world)), strict=False)
     merged.save_pretrained(tmp_path)

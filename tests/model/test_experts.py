@@ -24,9 +24,9 @@ from rl.flags import build
 from rl.model.family import family
 from rl.model.load import weights_for_engine
 from rl.model.logprobs import token_logprobs
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import sample_groups
-from rl.sampling.rollout import check_engine
+from rl.sampling.verify import check_engine
 
 CASE = ("all terms", "token-mean")
 NAMES = ("experts", "experts of Mixtral", "experts in groups")
@@ -149,7 +149,8 @@ def test_only_the_policy_replays(folder_of, batch, world):
 def test_the_engine_says_which_experts_it_has_chosen(folder_of, world):
     path = folder_of["experts in groups"]
     policy = replaying(path, world)
-    engine, rollout = hf.Engine(path, world, Rollout(router_replay=True), longest=64), Rollout(router_replay=True)
+    flags = EngineFlags(router_replay=True)
+    engine, rollout = hf.Engine(path, world, flags, longest=64), flags
     engine.update_weights(weights_for_engine(policy, world))
     rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7, 8][: 2 + i]) for i in range(2)]
     sampling = Sampling(n=2, max_tokens=9)

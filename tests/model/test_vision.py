@@ -39,9 +39,9 @@ from rl.model.logprobs import fixed_logprobs
 from rl.model.sharding import Memory
 from rl.run.task import load_task
 from rl.sampling.engines import vllm
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import sample_groups
-from rl.sampling.rollout import check_engine
+from rl.sampling.verify import check_engine
 
 FEW = ["qwen3_vl", "qwen3_5", "gemma3"]
 PADDED = ["gemma3"]  # attention to both sides within an image
@@ -144,7 +144,7 @@ def test_the_engine_samples_what_the_policy_would(world, folder_of, rows, family
     engine = hf.Engine(folder, world, longest=64)
     for seed in range(2):
         samples, _ = sample_groups(engine, prompts, sampling, seed=seed)
-        gap = check_engine(policy, samples, sampling, Rollout(), world, num_probe=len(samples))
+        gap = check_engine(policy, samples, sampling, EngineFlags(), world, num_probe=len(samples))
         assert gap < 5e-6
         places += sum((s.response_ids == policy.config.image_token_id).sum() for s in samples)
         e.change(policy, scale=0.02, seed=seed)
@@ -162,11 +162,11 @@ def test_vllm_samples_what_the_policy_would(family, world, folder_of, rows):
     folder = folder_of[family]
     sampling, prompts = Sampling(n=3, max_tokens=16), vision.encoded(folder, rows)
     policy = models.load_model(folder, world, LoRA(freeze_vision_tower=False), Memory(compile=False), longest=64)
-    engine = vllm.Engine(folder, world, Rollout(max_num_seqs=8), longest=64)
+    engine = vllm.Engine(folder, world, EngineFlags(max_num_seqs=8), longest=64)
 
     def gap(seed: int) -> float:
         samples, _ = sample_groups(engine, prompts, sampling, seed=seed)
-        return check_engine(policy, samples, sampling, Rollout(max_logprob_gap=9.0), world, num_probe=len(samples))
+        return check_engine(policy, samples, sampling, EngineFlags(max_logprob_gap=9.0), world, num_probe=len(samples))
 
     for seed in range(3):
         e.change(policy, scale=0.02, seed=seed)
@@ -182,7 +182,7 @@ def test_vllm_samples_what_the_policy_would(family, world, folder_of, rows):
 def test_vllm_refuses_images_to_which_it_would_add_text(world, folder_of, rows):
     vision.encoded(folder_of["gemma3"], rows)
     with pytest.raises(ValueError, match=r"gemma3 puts text around an image \(Gemma 3: line breaks\).*use --engine hf"):
-        vllm.Engine(folder_of["gemma3"], world, Rollout(), longest=64)
+        vllm.Engine(folder_of["gemma3"], world, EngineFlags(), longest=64)
 
 
 def test_adapters_stand_in_the_text_unless_the_tower_learns(folder_of, rows):

@@ -22,9 +22,9 @@ from rl.flags import build
 from rl.ranks import Ranks, init_ranks
 from rl.run import loop_state
 from rl.sampling.engines import make_engine
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import sample_groups
-from rl.sampling.rollouts import Rollouts
+from rl.sampling.loop import Loop
 
 STOPS = (2, *range(20, 32))
 ROWS = [{"prompt_ids": [1, 35, 33 + i % 5], "row_index": i, "extra_info": {}} for i in range(40)]
@@ -33,7 +33,7 @@ WAY = Sampling(2, max_tokens=40, stop_token_ids=STOPS)
 
 @pytest.fixture
 def engine(tiny_model):
-    return make_engine(tiny_model, init_ranks(), Rollout(engine="hf"), longest=64)
+    return make_engine(tiny_model, init_ranks(), EngineFlags(engine="hf"), longest=64)
 
 
 def named(row, samples):
@@ -176,7 +176,7 @@ def test_conversations_outlive_a_step_too(engine, tiny_model, tmp_path, monkeypa
         found = []
         for step in range(6):
             found += steps_of(engine, flight, [step], way=way, partner=partner)
-            assert not flight.rollouts.waiting  # nobody is asked while the engine sleeps
+            assert not flight.loop.waiting  # nobody is asked while the engine sleeps
             if step < 2:  # an evaluation has conversations of its own
                 held_out, _ = sample_groups(engine, ROWS[:12], way, named, partner, seed=1)
                 assert [s.row_index for s in held_out[::2]] == list(range(12))
@@ -190,7 +190,7 @@ def test_conversations_outlive_a_step_too(engine, tiny_model, tmp_path, monkeypa
         (state,) = saved_and_read(flight, tmp_path)
         assert len(state["in_flight"]) == 4 and not any(group["open"] for group in state["in_flight"])
         # A run that is asked to stop does not wait for environments.
-        slow = Rollouts(engine, partner)
+        slow = Loop(engine, partner)
         slow.start("slow", ROWS[0] | {"extra_info": {"latency": 60}}, way)
         while slow.is_open() and not any(x.turns for x in slow.trajectories.values()):
             slow.step()

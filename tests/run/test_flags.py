@@ -34,7 +34,7 @@ from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, Posit
 from rl.run import arguments, command_line, training
 from rl.run.checkpoint_files import list_steps
 from rl.run.tracking import LoggingRL
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -532,7 +532,7 @@ def test_help_has_the_words_of_the_comments(help_of, mine):
 class Derived(train_grpo.Args):
     my_list: list[int] = dataclasses.field(default_factory=lambda: [1, 2])  # numbers of mine
     logging: LoggingRL = LoggingRL(log_samples_freq=3)
-    rollout: Rollout = Rollout(engine="hf")
+    rollout: EngineFlags = EngineFlags(engine="hf")
 
 
 def test_help_of_args_that_extend_a_scripts_own(help_of):

@@ -23,7 +23,7 @@ from rl import console
 from rl.console import progress_line
 from rl.data.order import derive_seed
 from rl.sampling import sampler
-from rl.sampling.rollouts import Rollouts
+from rl.sampling.loop import Loop
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +39,15 @@ def pools(task, tmp_path, monkeypatch):
 
 def seed_by_number():
     """From now on train_grpo.py samples with the seeds that samplers have, not with the global generators."""
-    sample_groups, start, steps = sampler.sample_groups, Rollouts.start, itertools.count()
+    sample_groups, start, steps = sampler.sample_groups, Loop.start, itertools.count()
 
     def sample(*arguments, seed):
         first = 4 * next(steps)
-        Rollouts.start = lambda r, name, row, way: start(r, name, row, way, derive_seed(0, first + name))
+        Loop.start = lambda r, name, row, way: start(r, name, row, way, derive_seed(0, first + name))
         try:
             return sample_groups(*arguments, seed=seed)
         finally:
-            Rollouts.start = start
+            Loop.start = start
 
     sampler.sample_groups = sample
 
@@ -142,8 +142,8 @@ def test_vllm_goes_on_with_new_weights_and_is_compared_after_each_push(pools, ta
 
 def test_a_sampler_that_waits_for_environments_is_busy():
     """More samplers would help then, as they do while the engine samples."""
-    engine, rollouts = SimpleNamespace(is_idle=True), SimpleNamespace(step=lambda: time.sleep(0.05) or [])
-    one = SimpleNamespace(engine=engine, rollouts=rollouts, busy_s=0.0)
+    engine, loop = SimpleNamespace(is_idle=True), SimpleNamespace(step=lambda: time.sleep(0.05) or [])
+    one = SimpleNamespace(engine=engine, loop=loop, busy_s=0.0)
     Sampler._step(one)
     assert one.busy_s >= 0.05
 

@@ -18,7 +18,7 @@ from extras.samplers import SamplerFlags, Work, protocol
 from extras.samplers.dispatcher import Dispatcher
 from extras.samplers.prompts import Prompts
 from rl.data.types import Sample, Sampling
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 
 NONE = np.iinfo(np.int32).max
 WAY = Sampling(n=1, max_tokens=3)
@@ -42,8 +42,8 @@ def test_a_row_travels_whole_to_environments_and_without_them_its_prompt_does():
     row = prompt | {"extra_info": odd | {"day": datetime.date(2026, 1, 2)}}
     whole = prompt | {"extra_info": odd | {"day": "2026-01-02"}}
     for flags, expected in ((EnvironmentFlags(tools=("a.py",)), whole), (EnvironmentFlags(), prompt)):
-        setup = protocol.Setup("model", {}, Rollout(), flags, 9, [], [], WAY, 0)
-        work = Work(None, [row], WAY, Rollout(), flags, batch_size=1, total_steps=9, longest=9, seed=0)
+        setup = protocol.Setup("model", {}, EngineFlags(), flags, 9, [], [], WAY, 0)
+        work = Work(None, [row], WAY, EngineFlags(), flags, batch_size=1, total_steps=9, longest=9, seed=0)
         ranks = SimpleNamespace(device=torch.device("cpu"))
         dispatcher = Dispatcher(SamplerFlags(), setup, Prompts(work, 0, 10), lambda *group: None, ranks)
         message = msgspec.msgpack.encode(protocol.Orders([dispatcher._lease(0)], [], [], None))

@@ -44,10 +44,10 @@ from rl.model.sharding import full_tensors
 from rl.ranks import init_ranks
 from rl.run.arguments import check
 from rl.sampling.engines import vllm
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import sample_groups
-from rl.sampling.rollout import check_engine, sampled_by
-from rl.sampling.rollouts import Rollouts, Trajectory
+from rl.sampling.loop import Loop, Trajectory
+from rl.sampling.verify import check_engine, sampled_by
 
 ROWS = [{"prompt_ids": prompt, "row_index": 10 + i} for i, prompt in enumerate(PROMPTS)]
 
@@ -183,7 +183,7 @@ def test_the_engine_keeps_its_weights_while_the_policy_moves_on(engine, policy):
 
 
 def verify(engine, policy, world, *, temperature=TEMPERATURE, limit=1e-4):
-    sampling, rollout = Sampling(temperature=temperature), Rollout(max_logprob_gap=limit)
+    sampling, rollout = Sampling(temperature=temperature), EngineFlags(max_logprob_gap=limit)
     return check_engine(policy, samples_from(engine), sampling, rollout, world, num_probe=10)
 
 
@@ -247,7 +247,7 @@ def test_check_engine_notices_logprobs_that_are_not_finite(engine, policy, world
     samples = samples_from(engine)
     samples[0].rollout_logprobs[-1] = math.nan
     with pytest.raises(RuntimeError, match="differ by nan"):
-        check_engine(policy, samples, Sampling(temperature=TEMPERATURE), Rollout(max_logprob_gap=1e-4), world)
+        check_engine(policy, samples, Sampling(temperature=TEMPERATURE), EngineFlags(max_logprob_gap=1e-4), world)
 
 
 # --- sampling ---
@@ -421,10 +421,10 @@ def test_engine_and_trainer_have_the_log_probs_of_the_truncated_distribution(eng
             lost.append(math.log(allowed[token]) - math.log(softmax(row, TEMPERATURE)[token]))
     assert len(lost) > 100 and sum(lost) / len(lost) > 0.02
     same = Sampling(temperature=TEMPERATURE, **way)
-    assert check_engine(policy, samples, same, Rollout(max_logprob_gap=1e-4), world, num_probe=15) < 1e-5
+    assert check_engine(policy, samples, same, EngineFlags(max_logprob_gap=1e-4), world, num_probe=15) < 1e-5
     whole = Sampling(temperature=TEMPERATURE)
     with pytest.raises(RuntimeError, match="likelier to the engine.* .--top-p, --top-k, --min-p"):
-        check_engine(policy, samples, whole, Rollout(max_logprob_gap=1e-4), world, num_probe=15)
+        check_engine(policy, samples, whole, EngineFlags(max_logprob_gap=1e-4), world, num_probe=15)
 
 
 def test_check_engine_names_tokens_that_were_not_sampled(engine, policy, world):
@@ -435,14 +435,14 @@ def test_check_engine_names_tokens_that_were_not_sampled(engine, policy, world):
         s.rollout_logprobs[3:6] = 0.0
     way = Sampling(temperature=TEMPERATURE)
     with pytest.raises(RuntimeError, match="the response mask has tokens that it did not sample"):
-        check_engine(policy, samples, way, Rollout(max_logprob_gap=0.06), world, num_probe=20)
+        check_engine(policy, samples, way, EngineFlags(max_logprob_gap=0.06), world, num_probe=20)
 
 
 def test_check_engine_sees_a_small_gap_in_one_direction_and_none_that_goes_both_ways(engine, policy, world):
     """bfloat16: rounding of 0.02 both ways is normal, and 0.02 in one direction is not."""
     push(engine, policy)
     samples, way = samples_from(engine, n=4), Sampling(temperature=TEMPERATURE)
-    options = dict(sampling=way, rollout=Rollout(max_logprob_gap=0.06), ranks=world, num_probe=20)
+    options = dict(sampling=way, rollout=EngineFlags(max_logprob_gap=0.06), ranks=world, num_probe=20)
     noise = [np.resize([0.02, -0.02], len(s.rollout_logprobs)) for s in samples]
     noisy = [replace(s, rollout_logprobs=s.rollout_logprobs + x) for s, x in zip(samples, noise, strict=True)]
     assert check_engine(policy, noisy, **options) == pytest.approx(0.02, abs=1e-4)
@@ -454,22 +454,22 @@ def test_check_engine_sees_a_small_gap_in_one_direction_and_none_that_goes_both_
 def test_check_engine_looks_only_at_tokens_of_the_last_push(engine, policy, world):
     """A response that was interrupted, and goes on with other weights; then responses of earlier weights alone."""
     push(engine, policy)
-    rollouts, way = Rollouts(engine), Sampling(n=4, temperature=TEMPERATURE, max_tokens=12)
+    loop, way = Loop(engine), Sampling(n=4, temperature=TEMPERATURE, max_tokens=12)
     for i, row in enumerate(ROWS):
-        rollouts.start(i, row, way)
+        loop.start(i, row, way)
     done = []
     for _ in range(5):
-        assert rollouts.is_open()
-        done += rollouts.step()
-    rollouts.interrupt()
+        assert loop.is_open()
+        done += loop.step()
+    loop.interrupt()
     version = engine.policy_version
     change(policy, scale=0.05)
     push(engine, policy)
-    rollouts.resume()
-    while rollouts.is_open():
-        done += rollouts.step()
+    loop.resume()
+    while loop.is_open():
+        done += loop.step()
     samples = [s for _, group in done for s in group]
-    options = dict(sampling=way, rollout=Rollout(max_logprob_gap=1e-4), ranks=world, num_probe=100)
+    options = dict(sampling=way, rollout=EngineFlags(max_logprob_gap=1e-4), ranks=world, num_probe=100)
     with pytest.raises(RuntimeError, match="disagree"):
         check_engine(policy, samples, **options)
     assert check_engine(policy, samples, **options, version=version + 1) < 1e-5
@@ -550,7 +550,7 @@ def test_hf_engine_refuses_tensor_parallelism(tiny_model):
 
 def test_vllm_engine_refuses_more_parallelism_than_ranks(tiny_model, world):
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 2 does not divide the 1 rank"):
-        vllm.Engine(tiny_model, world, Rollout(tensor_model_parallel_size=2), longest=64)
+        vllm.Engine(tiny_model, world, EngineFlags(tensor_model_parallel_size=2), longest=64)
 
 
 # --- samples ---

@@ -12,8 +12,8 @@ from rl.data.types import Batch, Sample, Sampling
 from rl.model.load import load_model
 from rl.model.logprobs import token_logprobs
 from rl.sampling import rollout
-from rl.sampling.engines.flags import Rollout
-from rl.sampling.rollout import _beginnings
+from rl.sampling.engines.flags import EngineFlags
+from rl.sampling.verify import beginnings
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_the_check_of_the_engine_has_at_most_the_tokens_of_a_micro_batch(lengths
     position = torch.arange(max(lengths))
     mask = (position >= torch.tensor(first)[:, None]) & (position < torch.tensor(lengths)[:, None])
     ids = torch.arange(4)[:, None] * 100 + position
-    batch = _beginnings(Batch(ids, torch.tensor(lengths), mask.float(), mask * 0.5), most)
+    batch = beginnings(Batch(ids, torch.tensor(lengths), mask.float(), mask * 0.5), most)
     assert batch.lengths.tolist() == expected
     for i, n in enumerate(expected):
         assert batch.input_ids[i, :n].tolist() == ids[i, :n].tolist()
@@ -64,7 +64,7 @@ def test_the_check_of_the_engine_measures_the_beginnings_alone(tiny_model, world
 
     def gap(max_tokens, **options):
         policy.packed = replace(policy.packed, max_tokens=max_tokens)
-        return rollout.check_engine(policy, samples, Sampling(), Rollout(max_logprob_gap=99.0), world, **options)
+        return rollout.check_engine(policy, samples, Sampling(), EngineFlags(max_logprob_gap=99.0), world, **options)
 
     assert gap(4 * 18) == pytest.approx(0.01, abs=1e-5)
     assert gap(4 * 18 - 1, version=2) == pytest.approx(0.01, abs=1e-5)

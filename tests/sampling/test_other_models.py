@@ -11,9 +11,9 @@ import torch
 from rl.data.types import Sampling
 from rl.model import load as models
 from rl.sampling.engines import vllm
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import sample_groups
-from rl.sampling.rollout import check_engine
+from rl.sampling.verify import check_engine
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 
@@ -25,7 +25,7 @@ def gap(policy, engine, world, pushed=True):
     sampling = Sampling(n=2, temperature=1.0, max_tokens=20)
     rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7]) for i in range(2)]
     samples, _ = sample_groups(engine, rows, sampling, seed=1, on_group=lambda *_: None)
-    return check_engine(policy, samples, sampling, Rollout(max_logprob_gap=100.0), world, num_probe=4)
+    return check_engine(policy, samples, sampling, EngineFlags(max_logprob_gap=100.0), world, num_probe=4)
 
 
 # tests/model/test_families.py pushes constants to the plain engine, by the same names.
@@ -44,7 +44,7 @@ def test_engine_holds_the_weights_of(kind, world, tmp_path, monkeypatch):
     folder = families.save(kind, tmp_path)
     before = families.load(folder, world)
     launch.look_at_classes_here()
-    engine = vllm.Engine(folder, world, Rollout(max_num_seqs=8), longest=64)
+    engine = vllm.Engine(folder, world, EngineFlags(max_num_seqs=8), longest=64)
     after = families.load(folder, world)  # such as a reference
     with torch.no_grad():
         for x in after.parameters():

@@ -25,7 +25,7 @@ from rl.data.types import Request, Sampling
 from rl.model.load import load_pretrained
 from rl.model.sharding import shard
 from rl.sampling.engines import vllm
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import sample_groups, seeded
 
 WARM = Sampling(temperature=TEMPERATURE, max_tokens=12)
@@ -368,7 +368,7 @@ def test_only_tested_versions_have_shortcuts_and_others_say_so_once(
     for module in (fake, distributed):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(vllm, "take_shortcuts", lambda *arguments: took.append(arguments))
-    engine = vllm.Engine(tiny_model, ranks_without_group(rank, 2), Rollout(), longest=64)
+    engine = vllm.Engine(tiny_model, ranks_without_group(rank, 2), EngineFlags(), longest=64)
     assert took == ([(engine.scheduler, engine.in_flight)] if is_tested else [])
     printed = [x for x in capsys.readouterr().out.splitlines() if not x.startswith("start | ")]
     said = f"vLLM {version} was not tested with our shortcuts: generation takes about a third longer"

@@ -26,9 +26,9 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3479,
+    "core": 3475,
     "wall": 1710,
-    "import train_grpo": 4474,
+    "import train_grpo": 4470,
     "import sft": 2689,
     "import eval": 1600,
     "eval.py": 107,

@@ -6,22 +6,22 @@ from rl.console import started
 from rl.model.checks import check_heads
 from rl.ranks import Ranks, memory_in_use
 from rl.sampling.engines.base import Engine
-from rl.sampling.engines.flags import EngineFlags, Rollout
+from rl.sampling.engines.flags import EngineFlags, EngineSizes
 
 __all__ = ["Engine", "check_engine_flags", "make_engine"]
 
 
-def check_engine_flags(flags: EngineFlags, model: str) -> None:
+def check_engine_flags(flags: EngineSizes, model: str) -> None:
     """Raise ValueError, from the config alone, if --tensor-model-parallel-size does not fit the engine or the model."""
     if flags.engine == "hf" and (size := flags.tensor_model_parallel_size) != 1:
         raise ValueError(f"--tensor-model-parallel-size {size} needs --engine vllm; --engine hf runs on one device")
     check_heads(model, flags.tensor_model_parallel_size)
-    if isinstance(flags, Rollout) and flags.router_replay:
+    if isinstance(flags, EngineFlags) and flags.router_replay:
         check_routed(model, "--router-replay")
 
 
 def make_engine(
-    model: str, ranks: Ranks, flags: Rollout, *, longest: int, seed: int = 0, load_weights: bool = False
+    model: str, ranks: Ranks, flags: EngineFlags, *, longest: int, seed: int = 0, load_weights: bool = False
 ) -> Engine:
     """The engine that --engine names, asleep, for a model and sequences of at most `longest` tokens.
 

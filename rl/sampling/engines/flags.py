@@ -7,7 +7,7 @@ from rl.flags import Few, Free, Positive, PositiveShare
 
 
 @dataclass(frozen=True)
-class EngineFlags:
+class EngineSizes:
     """rollout engine"""
 
     engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
@@ -18,7 +18,7 @@ class EngineFlags:
 
 
 @dataclass(frozen=True)
-class Rollout(EngineFlags):
+class EngineFlags(EngineSizes):
     """rollout engine"""
 
     free_cache_engine: Free[bool] = True  # give vLLM's memory back while training (sleep level 2)

@@ -17,7 +17,7 @@ from extras import families
 from rl.console import say, started
 from rl.data.types import Completion, Sampling
 from rl.ranks import Ranks, final_barrier
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.engines.vllm_scheduler import TESTED, take_shortcuts
 from rl.sampling.engines.vllm_weights import push_weights
 
@@ -56,7 +56,7 @@ class Engine(base.Engine):
     """
 
     def __init__(
-        self, model: str, ranks: Ranks, flags: Rollout, *, longest: int, seed: int = 0, load_weights: bool = False
+        self, model: str, ranks: Ranks, flags: EngineFlags, *, longest: int, seed: int = 0, load_weights: bool = False
     ):
         super().__init__(model, ranks, longest)
         size, on_cpu = flags.tensor_model_parallel_size, ranks.device.type == "cpu"
@@ -248,7 +248,7 @@ def _prepared_for_cpu() -> dict[str, Any]:
     return {"enforce_eager": True, "enable_chunked_prefill": False}
 
 
-def _of_gpu(flags: Rollout) -> dict[str, Any]:
+def _of_gpu(flags: EngineFlags) -> dict[str, Any]:
     """vLLM's arguments for a GPU."""
     return {
         "worker_cls": "rl.sampling.engines.vllm_worker.Worker",

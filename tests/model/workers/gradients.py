@@ -21,8 +21,8 @@ from rl.model.load import load_pretrained
 from rl.model.logprobs import fixed_logprobs
 from rl.model.sharding import BARE, clip_grad_norm, full_tensors, shard
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
-from rl.sampling.engines.flags import Rollout
-from rl.sampling.rollout import check_engine
+from rl.sampling.engines.flags import EngineFlags
+from rl.sampling.verify import check_engine
 
 ALL, SOME, ONE = range(8), range(3), range(1)  # rows: three or one leave a rank of two without work
 CASE = ("ppo_clip", "token-mean")
@@ -66,13 +66,13 @@ def gaps_to_engine(policy: torch.nn.Module, batch: Batch, logp: torch.Tensor, ra
         wrong = (logp[row, start:end] + error).tolist()
         return Sample(ids[:start], ids[start:], [1] * (end - start), wrong, "stop", row)
 
-    loose = Rollout(max_logprob_gap=0.1)
+    loose = EngineFlags(max_logprob_gap=0.1)
     samples = [sample(0, 0.01), sample(1, -0.04)]
     options = dict(sampling=Sampling(temperature=TEMPERATURE), ranks=ranks)
     messages = []
     for bad in (samples, [sample(0, 0.0), sample(1, float("nan"))]):
         try:
-            check_engine(policy, ranks.own_slice(bad), rollout=Rollout(max_logprob_gap=0.02), **options)
+            check_engine(policy, ranks.own_slice(bad), rollout=EngineFlags(max_logprob_gap=0.02), **options)
         except RuntimeError as error:
             messages.append(str(error))
     return {

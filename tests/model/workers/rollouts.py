@@ -16,9 +16,9 @@ from rl.model.load import load_pretrained, weights_for_engine
 from rl.model.sharding import full_tensors, shard
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.sampling.engines import vllm
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import sample_groups, seeded
-from rl.sampling.rollout import check_engine
+from rl.sampling.verify import check_engine
 
 PROMPTS = [[5], [7, 9, 11, 30], list(range(3, 40)), [8] * 9, [60, 61]]
 ROWS = [{"prompt_ids": prompt, "row_index": i} for i, prompt in enumerate(PROMPTS)]
@@ -56,7 +56,7 @@ def in_flight(
 
 def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> None:
     ranks = init_ranks()
-    flags = Rollout(max_num_seqs=8, tensor_model_parallel_size=int(tensor_parallel_size))
+    flags = EngineFlags(max_num_seqs=8, tensor_model_parallel_size=int(tensor_parallel_size))
     engine = vllm.Engine(path, ranks, flags, longest=64)
     policy = shard(load_pretrained(path, ranks), ranks)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
@@ -74,7 +74,7 @@ def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> Non
         limit = 1e-4 if pushed else 100.0
         results[name] = samples
         results[f"{name} gap"] = check_engine(
-            model, samples, Sampling(temperature=TEMPERATURE), Rollout(max_logprob_gap=limit), ranks, num_probe=9
+            model, samples, Sampling(temperature=TEMPERATURE), EngineFlags(max_logprob_gap=limit), ranks, num_probe=9
         )
 
     roll_out("first push", ROWS)

@@ -1,4 +1,4 @@
-"""From samples to what every rank knows of them, and whether the engine holds the policy's weights."""
+"""Does the engine hold the policy's weights? The trainer computes the log-probs of a few samples and compares."""
 
 import bisect
 import contextlib
@@ -10,57 +10,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rl.data.batching import collate, common_prefix
+from rl.data.batching import collate
 from rl.data.types import Batch, Sample, Sampling, take_rows, unknown
 from rl.model.logprobs import token_logprobs
 from rl.ranks import Ranks
-from rl.sampling.engines.flags import Rollout
+from rl.sampling.engines.flags import EngineFlags
 
 
-def gather_responses(own_samples: Sequence[Sample], rows: Sequence[dict], ranks: Ranks) -> list[Sample]:
-    """The samples of all ranks, in rank order, with their scores and lengths. A rank has the tokens of its own samples.
-
-    Tokens and texts stay where they are: `batching.make_batch` sends tokens to the rank that trains on them. Args:
-    rows, with the prompts of all ranks' samples. All data ranks must enter.
-    """
-    of_rows = {row["row_index"]: (np.asarray(row["prompt_ids"], np.int32), row.get("data_source", "")) for row in rows}
-    own = []
-    for number, s in enumerate(own_samples):
-        shared, above = 0, own_samples[number - 1] if number else None
-        if above is not None and above.row_index == s.row_index:
-            shared = len(s.prompt_ids) + common_prefix(above.response_ids, s.response_ids)
-        _, source = of_rows[s.row_index]
-        own.append(replace(s, data_source=source, rank=ranks.data_rank, number=number, shared=shared))
-    # Every rank has the prompts from the data, so they are not sent.
-    everyone, mine = ranks.all_gather(replace(s.without_tokens(), prompt_ids=None) for s in own), iter(own)
-    gathered = []
-    for s in everyone:
-        if s.rank == ranks.data_rank:
-            gathered.append(replace(next(mine), score=s.score, outcome=s.outcome))
-        else:
-            gathered.append(replace(s, prompt_ids=of_rows[s.row_index][0]))
-    return gathered
-
-
-def scores_of(responses: Sequence[Sample]) -> torch.Tensor:
-    """The score of each response, (B,) float32: NaN where there is none."""
-    return torch.tensor([r.score.value_or_nan for r in responses])
-
-
-def accuracies_of(responses: Sequence[Sample]) -> torch.Tensor:
-    """How right each response is, (B,) float32 within 0 and 1: see `Score.accuracy`; NaN without a score."""
-    found = [math.nan if r.score.value is None else r.score.accuracy for r in responses]
-    return torch.tensor(found).clamp(0, 1)
-
-
-def lengths_of(responses: Sequence[Sample], *, whole: bool = False) -> torch.Tensor:
-    """How many tokens of each response the policy sampled, or how many the `whole` response has, with the answers of a
-    partner, which --max-response-length limits too: (B,) float32.
-    """
-    return torch.tensor([float(r.response_length if whole else r.num_sampled) for r in responses])
-
-
-def _beginnings(batch: Batch, max_tokens: int) -> Batch:
+def beginnings(batch: Batch, max_tokens: int) -> Batch:
     """The beginnings of the rows of a batch (b, T), at most `max_tokens` in all, and as equal in length as can be.
 
     Each goes at least up to its first token with response_mask 1. The last rows are left out if even that is too much,
@@ -100,7 +57,7 @@ def check_engine(
     policy: PreTrainedModel,
     samples: Sequence[Sample],
     sampling: Sampling,
-    rollout: Rollout,
+    rollout: EngineFlags,
     ranks: Ranks,
     *,
     num_probe: int = 4,
@@ -127,7 +84,7 @@ def check_engine(
         fresh = [replace(s, response_mask=sampled_by(version, s)) for s in samples]
         samples = [s for s in fresh if s.num_sampled]
     probe = list(samples[:: max(1, len(samples) // num_probe)])[:num_probe]  # spread over the prompts
-    batch = _beginnings(collate(probe or [Sample([0], [0], [0], [0.0], "stop", 0)]), policy.packed.max_tokens)
+    batch = beginnings(collate(probe or [Sample([0], [0], [0], [0.0], "stop", 0)]), policy.packed.max_tokens)
     batch = take_rows(batch, range(len(batch.lengths)), ranks.device)
     with contextlib.ExitStack() as stack:
         seen = [(x, stack.enter_context(x.watched())) for x in policy.packed.families]

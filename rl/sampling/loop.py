@@ -1,9 +1,9 @@
 """The engine's loop as an object: responses in flight, in groups, also over several turns and over a push of weights.
 
-    rollouts = Rollouts(engine)
+    loop = Loop(engine)
     for name, row in enumerate(rows):
-        rollouts.start(name, row, sampling)           at any time, also while others are sampled
-    for name, samples in rollouts.run(): ...          each group as soon as it is complete
+        loop.start(name, row, sampling)           at any time, also while others are sampled
+    for name, samples in loop.run(): ...          each group as soon as it is complete
 
 A partner may answer the policy. Then a response consists of several turns. After each turn the partner is asked, while
 the engine samples the other responses. What it answers is appended with mask 0, and the policy goes on behind it:
@@ -114,7 +114,7 @@ class Partner(Protocol):
         """Forget a response, which is complete or given up. Returns what there is to say of it."""
 
 
-class Rollouts:
+class Loop:
     """Groups of responses in flight over one engine. Ranks that share it make all calls together.
 
     Args: partner, which answers the policy, if anything does; seed, which with a partner decides what every turn

@@ -1,0 +1,48 @@
+"""What every rank knows of the responses of a step, and their scores and lengths as tensors."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from rl.data.batching import common_prefix
+from rl.data.types import Sample
+from rl.ranks import Ranks
+
+
+def gather_responses(own_samples: Sequence[Sample], rows: Sequence[dict], ranks: Ranks) -> list[Sample]:
+    """The samples of all ranks, in rank order, with their scores and lengths. A rank has the tokens of its own samples.
+
+    Tokens and texts stay where they are: `batching.make_batch` sends tokens to the rank that trains on them. Args:
+    rows, with the prompts of all ranks' samples. All data ranks must enter.
+    """
+    of_rows = {row["row_index"]: (np.asarray(row["prompt_ids"], np.int32), row.get("data_source", "")) for row in rows}
+    own = []
+    for number, s in enumerate(own_samples):
+        shared, above = 0, own_samples[number - 1] if number else None
+        if above is not None and above.row_index == s.row_index:
+            shared = len(s.prompt_ids) + common_prefix(above.response_ids, s.response_ids)
+        _, source = of_rows[s.row_index]
+        own.append(replace(s, data_source=source, rank=ranks.data_rank, number=number, shared=shared))
+    # Every rank has the prompts from the data, so they are not sent.
+    everyone, mine = ranks.all_gather(replace(s.without_tokens(), prompt_ids=None) for s in own), iter(own)
+    gathered = []
+    for s in everyone:
+        if s.rank == ranks.data_rank:
+            gathered.append(replace(next(mine), score=s.score, outcome=s.outcome))
+        else:
+            gathered.append(replace(s, prompt_ids=of_rows[s.row_index][0]))
+    return gathered
+
+
+def scores_of(responses: Sequence[Sample]) -> torch.Tensor:
+    """The score of each response, (B,) float32: NaN where there is none."""
+    return torch.tensor([r.score.value_or_nan for r in responses])
+
+
+def lengths_of(responses: Sequence[Sample], *, whole: bool = False) -> torch.Tensor:
+    """How many tokens of each response the policy sampled, or how many the `whole` response has, with the answers of a
+    partner, which --max-response-length limits too: (B,) float32.
+    """
+    return torch.tensor([float(r.response_length if whole else r.num_sampled) for r in responses])
