@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.data.order import derive_seed, prompts_for_step
 from rl.data.packed import Lazy, Row
-from rl.data.types import Evaluation, Sample, Sampling
+from rl.data.types import Evaluation, Sample, Sampling, Score
 from rl.model.load import weights_for_engine
 from rl.ranks import Ranks
 from rl.sampling.engines import Engine
@@ -106,7 +106,7 @@ class Sampler:
         self.end_phase("gen")
         if not stays_awake:
             self.sleep(policy)
-        self.own_samples = with_scores(self.own_samples, self.scorer.collect(tickets))
+        self.own_samples = with_scores(self.own_samples, self.collect(tickets))
         self.end_phase("reward")
         responses = gather_responses(self.own_samples, self.rows, self.ranks)
         raise_if_failing(responses, self.task.max_error_frac)
@@ -124,6 +124,10 @@ class Sampler:
         own_rows, seed = self.ranks.own_slice(rows), derive_seed(task.seed, step, self.engine.first_rank)
         on_group = self.scorer.submit
         return rows, *sample_groups(self.engine, own_rows, task.sampling, on_group, task.partner, seed=seed)
+
+    def collect(self, tickets: Sequence[Ticket]) -> list[Score]:
+        """Wait for the scores of this rank's samples."""
+        return self.scorer.collect(tickets)
 
     def sleep(self, policy: nn.Module) -> None:
         """Let the engine sleep, and check by the last samples that it has the policy's weights."""
