@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from extras.partial.rows import ByIndex, begun_in_step
-from extras.partial.saved import groups_in_flight, restore, saved_group
+from extras.partial.saved import check_groups, groups_in_flight, restore, saved_group
 from rl import stop
 from rl.console import progress
 from rl.data.order import derive_seed
@@ -62,6 +62,8 @@ class InFlight:
         batch_size: groups that a step gets (P), of all ranks.
         states: what `state` gave on each rank of the run that is resumed; [] in a new one.
         seed: of the run.
+
+    Raises ValueError if an older version has saved a group of any rank.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class InFlight:
         self.count = 0  # the name of the next group that this rank begins
         self.ready: dict[int, tuple[Row, list[Sample], Any]] = {}  # complete, by name, with what `on_group` returned
         of_ranks = [state.get("in_flight", []) for state in states]
+        check_groups(list(itertools.chain(*of_ranks)))  # those of all ranks, so that all ranks raise or none
         is_same_size = len(of_ranks) == ranks.size
         self.saved = of_ranks[ranks.rank] if is_same_size else ranks.own_slice(list(itertools.chain(*of_ranks)))
 

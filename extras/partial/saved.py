@@ -1,12 +1,12 @@
 """Groups of responses in flight, as a checkpoint holds them."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
 from rl.data.rows import Row
-from rl.data.types import Sample, Sampling, sample_of
+from rl.data.types import OLD_RESPONSES, Sample, Sampling, sample_of
 from rl.sampling.loop import Loop, Trajectory
 
 
@@ -26,6 +26,14 @@ def groups_in_flight(loop: Loop) -> dict[Hashable, dict[str, Any]]:
             arrays = np.array(x.ids, np.int32), np.array(x.mask, np.int8), np.array(x.logprobs, np.float32)
             groups[name]["open"].append([j, *arrays, x.columns, x.seed, x.turns])
     return groups
+
+
+def check_groups(groups: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError if an older version has saved one of the groups, so that `restore` cannot read it."""
+    done = [sample for group in groups for _, sample in group["done"]]
+    columns = [columns for group in groups for _, _, _, _, columns, *_ in group["open"]]
+    if any("layout" not in x for x in done) or not all(isinstance(x, dict) for x in columns):
+        raise ValueError(OLD_RESPONSES)
 
 
 def restore(loop: Loop, name: Hashable, row: Row, sampling: Sampling, saved: dict[str, Any]) -> list[Sample]:

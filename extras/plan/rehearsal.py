@@ -43,7 +43,7 @@ def rehearse(
     The engine must be asleep, and what else stays on the device, such as a reference, must be there. Weights stay where
     they are. A way that recomputes more changes the models; moments are left to the caller.
 
-    Args: trained, offloaded, visiting, as for `Run.resume`; the policy is "actor". ways, groups of memory flags, with
+    Args: trained, offloaded, visiting, as for `Run.begin`; the policy is "actor". ways, groups of memory flags, with
     the first of which `trained` was loaded; max_length, of a sequence; engine_memory, bytes that the engine takes when
     it wakes.
     Returns: the flags, and what a GPU's memory is needed for, in GiB, as a line of text.

@@ -156,15 +156,18 @@ class Sample:
         return replace(self, **none, columns={}, score=score, outcome=outcome)
 
 
+OLD_RESPONSES = (
+    "the checkpoint holds responses as an older version has written them, without columns of tokens and without "
+    "scores; continue it with that version, or choose another --experiment-name to start anew"
+)
+
+
 def sample_of(saved: dict[str, Any]) -> Sample:
     """The sample whose `vars` a checkpoint has held: JSON makes lists of tuples. Raises ValueError for one of a version
     that knew no outcomes and no columns.
     """
     if "layout" not in saved:
-        raise ValueError(
-            "the checkpoint holds responses as an older version has written them, without columns of tokens and "
-            "without scores; continue it with that version, or choose another --experiment-name to start anew"
-        )
+        raise ValueError(OLD_RESPONSES)
     outcome, score = saved["outcome"] and Outcome(*saved["outcome"]), saved["score"] and Score(*saved["score"])
     layout = tuple((name, dtype, tuple(shape)) for name, dtype, shape in saved["layout"])
     return Sample(**saved | {"outcome": outcome, "score": score, "layout": layout})

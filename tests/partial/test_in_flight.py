@@ -98,6 +98,17 @@ def test_a_resumed_stream_samples_the_same_tokens(engine, tmp_path):
                 np.testing.assert_equal(x, getattr(other, name), err_msg=name)
 
 
+@pytest.mark.parametrize("kind", ["open", "done"])
+def test_groups_that_an_older_version_saved_are_refused_by_all_ranks(kind):
+    """It saved versions as spans in the place of columns, and responses without a layout of columns."""
+    arrays = np.array([5], np.int32), np.array([1], np.int8), np.array([-1.0], np.float32)
+    older = {"open": [0, *arrays, [[3, 1]], None, 0], "done": [0, dict(prompt_ids=[1], policy_versions=[[3, 1]])]}
+    group = {"row_index": 0, "prompt_ids": np.array(ROWS[0]["prompt_ids"]), "open": [], "done": [], kind: [older[kind]]}
+    for states in ([{"in_flight": [group]}, {"in_flight": []}], [{"in_flight": []}, {"in_flight": [group]}]):
+        with pytest.raises(ValueError, match="as an older version has written them.*choose another --experiment-name"):
+            InFlight(0.5, ROWS, 4, init_ranks(), states, 5)
+
+
 def test_groups_are_dealt_out_anew_and_begin_again_where_they_no_longer_fit(engine, tmp_path):
     flight = InFlight(1.0, ROWS, 4, init_ranks(), [], 5)
     list(steps_of(engine, flight, range(2)))

@@ -8,6 +8,7 @@ import tomllib
 import helpers_scripts as h
 import launch
 import pytest
+from setuptools import find_packages
 
 import train_grpo
 from rl.flags import build
@@ -43,5 +44,6 @@ def test_what_is_installed_is_this_rl_and_nothing_else_of_the_repository(tmp_pat
     folders = (launch.ROOT / "rl", launch.ROOT / "extras")
     packages = {str(f.parent.relative_to(launch.ROOT)) for folder in folders for f in folder.rglob("*.py")}
     project = tomllib.loads((launch.ROOT / "pyproject.toml").read_text())
-    assert set(project["tool"]["setuptools"]["packages"]) == {name.replace("/", ".") for name in packages}
+    installed = find_packages(str(launch.ROOT), include=project["tool"]["setuptools"]["packages"]["find"]["include"])
+    assert set(installed) == {name.replace("/", ".") for name in packages}
     assert all((launch.ROOT / name / "__init__.py").is_file() for name in packages)

@@ -67,8 +67,8 @@ def generate(engine, prompts=PROMPTS, *, seed=0, **sampling):
 
 def facts(samples):
     """Samples as plain values, which can be compared."""
-    plain = [vars(s) | {name: x.tolist() for name, x in s.columns.items()} | {"columns": [*s.columns]} for s in samples]
-    return [[np.asarray(x).tolist() for x in values.values()] for values in plain]
+    values = [[*(vars(s) | s.columns | {"columns": [*s.columns]}).values()] for s in samples]
+    return [[x.tolist() if isinstance(x, np.ndarray) else x for x in row] for row in values]
 
 
 def tokens(groups):
