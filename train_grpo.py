@@ -82,7 +82,7 @@ def main(args: Args) -> dict[str, float]:
     run = Run(args, task.tokenizer, task.total_steps)  # joins the ranks, and takes the run's folder
     ranks, longest, sampling = run.ranks, task.longest, task.sampling
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
-    sampler = open_sampler(args, task, run)  # with the engine, which is asleep while the policy learns
+    sampler = open_sampler(args, task, run)  # starts the engine too, which sleeps whenever the policy learns
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.use_kl_loss else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     # Loads a checkpoint if the run has one, tries out the largest micro-batch, and starts the trackers.
@@ -109,13 +109,13 @@ def main(args: Args) -> dict[str, float]:
             mini_batch_size=(args.ppo_mini_batch_size or args.train_batch_size) * args.rollout_n,
             max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
-            version=sampler.version,
+            version=sampler.version,  # how often weights were pushed, which says how old each token is
         )  # (b, T)
         num_updates = len(updates) * args.ppo_epochs
         run.may_stop_after("batch")
 
-        # 3. Log-probs that stay fixed while the policy changes. l_old is computed by the trainer, since the engine's
-        # log-probs are not quite the same. With one update a step it is not needed here: then l_old is l in phase 5.
+        # 3. Log-probs that stay fixed while the policy changes. The trainer computes l_old itself, since the engine's
+        # log-probs differ slightly. With one update per step this pass is left out: l_old is then the l of phase 5.
         if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             run.may_stop_after("old_log_prob")
@@ -133,7 +133,7 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
         run.may_stop_after("adv")
 
-        # 5. Updates: one for each mini-batch; its micro-batches only save memory.
+        # 5. Updates: one optimizer step for each mini-batch. Its gradient is summed over micro-batches to save memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
@@ -168,7 +168,7 @@ def main(args: Args) -> dict[str, float]:
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": (pg_loss * mask).sum() / num_tokens})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
-                means.between_policies(micro, logp, old_logp, weights)
+                means.between_policies(micro, logp, old_logp, weights)  # how far engine, old policy and policy differ
             norm = clip_grad_norm(policy, args.grad_clip)
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()

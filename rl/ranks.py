@@ -36,7 +36,8 @@ class Ranks:
     data_size: int
     group: dist.ProcessGroup  # of all ranks
     data_group: dist.ProcessGroup  # of those that work on different data
-    # models of this process that compute what neighbouring rows share for each of them; see `self_test.choose_forward`
+    # Models that run without sharing the tokens that neighboring rows begin with. A way to run a model adds it here,
+    # and `batching` looks whether there are any.
     not_sharing: weakref.WeakSet = field(default_factory=weakref.WeakSet, compare=False, repr=False)
 
     @property

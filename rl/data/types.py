@@ -1,4 +1,8 @@
-"""The data that flows through a training step: Request -> Completion -> Sample -> Batch.
+"""What flows through a training step: Row -> Request -> Completion -> Sample -> Batch.
+
+A row is a prompt of the data. A request asks an engine for one response to it, and a completion is the engine's answer.
+A sample is the finished response with its score; in a conversation it has the tokens of several completions. A batch
+has the samples that one rank trains on, as tensors.
 
 Axes: P prompts of a step, G responses per prompt, B = P * G sequences, T tokens (prompt + response, right-padded), V
 vocabulary. Every per-token tensor is (B, T) and aligned: position t describes token t given the tokens before it.
@@ -37,15 +41,15 @@ class Request(NamedTuple):
     """One response that an engine is asked for."""
 
     key: Hashable  # names the response among those of one rank; comes back with it
-    prompt_ids: Sequence[int]  # ids beyond the vocabulary stand for what is no text
-    sampling: Sampling  # of this response alone: its own `max_tokens` and stops; `n` is not looked at
+    prompt_ids: Sequence[int]  # token ids; ids beyond the vocabulary are places of what is not text
+    sampling: Sampling  # for this response: `max_tokens` and stop tokens are its own, and `n` is ignored
     seed: int | None = None  # of this response alone; None: it is drawn from the global generators
 
 
-# Columns of a sequence of tokens, by name: arrays (n, ...) of integers with an entry for each token of prompt and
-# response. The largest number of its type says that nothing is known of a token. Engines and families name columns of
-# their own, and everything that carries samples carries these too. The one that every engine has is "versions", int32:
-# how often weights were pushed before the token was sampled, unknown for tokens that the policy did not sample.
+# Data about tokens, beside ids and log-probs. A column is an integer array (n, ...) with an entry for each token of
+# prompt and response; the largest number of its dtype means "unknown". Engines and families may add columns, and all
+# code that passes samples on passes their columns on too. Every engine has the column "versions" (int32): how often
+# weights had been pushed to the engine when the token was sampled. It is unknown for tokens that were not sampled.
 Columns = Mapping[str, np.ndarray]
 
 
@@ -65,7 +69,9 @@ class Completion(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the partner of the policy says of a complete response, as JSON: see `rl.sampling.loop.Partner`."""
+    """What the policy's partner reports about a complete response, as JSON. The partner is whatever answers the policy
+    in the middle of a response, such as an environment or tools: see `rl.sampling.loop.Partner`.
+    """
 
     facts: dict[str, Any]  # what every rank gets, for metrics and advantages
     reward: float  # by the partner; it is added to the score of reward functions
@@ -118,10 +124,10 @@ class Sample:
     data_source: str = ""  # of its row
     response_length: int = 0  # tokens
     num_sampled: int = 0  # those of them that the policy sampled
-    layout: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # of the columns: names, dtypes, shapes of an entry
-    rank: int = 0  # which has sampled it
-    number: int = 0  # among those that its rank sampled at a time
-    shared: int = 0  # tokens at the start of prompt and response that the one before it on its rank has too
+    layout: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # of each column: name, dtype, shape of a token's entry
+    rank: int = 0  # the rank that sampled it, and has its tokens
+    number: int = 0  # its place among the samples of that rank
+    shared: int = 0  # how many tokens it has in common with the sample before it, counted from the start of the prompt
 
     def __post_init__(self):
         dtypes = dict(prompt_ids="int32", response_ids="int32", response_mask="int8", rollout_logprobs="float32")
@@ -157,8 +163,7 @@ class Sample:
 
 
 OLD_RESPONSES = (
-    "the checkpoint holds responses as an older version has written them, without columns of tokens and without "
-    "scores; continue it with that version, or choose another --experiment-name to start anew"
+    "an older version has written the responses in the checkpoint: continue with it, or take another --experiment-name"
 )
 
 
@@ -186,7 +191,7 @@ class Batch:
     lengths: torch.Tensor  # (B,) int64, prompt + response
     response_mask: torch.Tensor  # (B, T) float32
     rollout_logp: torch.Tensor  # (B, T) float32, by the engine that sampled
-    old_logp: torch.Tensor | None = None  # (B, T) by the policy that starts the step
+    old_logp: torch.Tensor | None = None  # (B, T) by the policy as it was when the step began
     ref_logp: torch.Tensor | None = None  # (B, T) by the frozen reference, or the teacher
     top_ids: torch.Tensor | None = None  # (B, T, K) int32, the teacher's most likely tokens
     top_logp: torch.Tensor | None = None  # (B, T, K) and their log-probs
@@ -194,8 +199,8 @@ class Batch:
     values: torch.Tensor | None = None  # (B, T)
     returns: torch.Tensor | None = None  # (B, T)
     chosen: torch.Tensor | None = None  # (B, T) bool, of `extras.variants`: the loss treats these differently
-    rows: torch.Tensor | None = None  # (B,) int64, ascending: places among the step's responses; None: all of them
-    share: torch.Tensor | None = None  # (B,) float32, the tokens of a row over those of its update on all ranks
+    rows: torch.Tensor | None = None  # (B,) int64, ascending: which of the step's responses each row is; None: 0..B-1
+    share: torch.Tensor | None = None  # (B,) float32, tokens of a row / tokens of its update, on all ranks
     # (B, T, ...) by name, see `Columns`. In the place of "versions" a batch has "ages", int32: pushes of weights since
     # a token was sampled, and -1 for one that was not.
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)

@@ -1,6 +1,7 @@
 """The protocol of families: what a kind of models does otherwise than a dense decoder of text.
 
-A model has the families that fit it, mostly none. They stand in extras/families; no other file of the core knows one.
+A model has the families that fit it, mostly none. They are classes in extras/, such as extras/families/vision.py; other
+files of rl/ call only the methods below.
 """
 
 import contextlib
@@ -19,9 +20,9 @@ class Pass(NamedTuple):
     """One pass of the decoder over tokens of a batch (b, T)."""
 
     inputs: dict[str, Any]  # its arguments: input_ids (1, N) packed or (rows, width) padded, and more
-    take: Callable[[Tensor], Tensor]  # entries (b, T, ...) of a batch -> (N, ...), those of the pass's tokens in order
-    ids: Tensor  # (rows, width) of the batch, and which of them
-    real: Tensor  # are there: for what has to be computed row by row
+    take: Callable[[Tensor], Tensor]  # picks the tokens of this pass, in order: (b, T, ...) -> (N, ...)
+    ids: Tensor  # (rows, width) token ids of the batch rows that this pass reads, right-padded
+    real: Tensor  # (rows, width) bool, False on padding; with `ids` for what has to be computed row by row
 
 
 class Family:
@@ -41,16 +42,18 @@ class Family:
         return self
 
     def widen(self, batch: Batch, wanted: Tensor) -> tuple[Batch, Tensor]:
-        """The batch, with rows that every pass needs, and the wanted tokens (b, T) of it."""
+        """The batch, perhaps with more rows, and `wanted` (b, T) for it. A family adds a row if its modules must run on
+        every rank although the batch has nothing for them, or else the collectives of the ranks would not match.
+        """
         return batch, wanted
 
     def begin(self, batch: Batch | None, passes: list[Pass]) -> None:
-        """Say to the model's modules what they have to know of the passes that come, and complete their inputs. `batch`
-        is what is trained on; None while an engine samples.
+        """Prepare the model's modules for these passes over `batch`, and add to `passes[i].inputs` what they need.
+        `batch` is None while an engine samples.
         """
 
     def watched(self) -> contextlib.AbstractContextManager[Any]:
-        """Around passes of which `metrics` are wanted."""
+        """Context around passes that record something; what it yields goes to `metrics`."""
         return contextlib.nullcontext({})
 
     def metrics(self, seen: Any, ranks: Ranks) -> dict[str, float]:
@@ -87,7 +90,9 @@ class Family:
     # For the test of a model when it is loaded, see `self_test`.
 
     def tested(self, flag: str) -> contextlib.AbstractContextManager[None]:
-        """Around that test. At its end it raises ValueError, which names `flag`, if the model cannot be trained."""
+        """Context around `self_test.choose_forward` when a model is loaded. On leaving it, it raises ValueError, which
+        names `flag`, if the model cannot be trained.
+        """
         return contextlib.nullcontext()
 
     def test_rows(self, ids: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from rl.ranks import Ranks
 
 
 class CausalLM:
-    """A model that predicts the next token. A room that needs models with another head has a subclass."""
+    """A model that predicts the next token. An extra whose models have another head, as critics do, has a subclass."""
 
     may_lack: frozenset[str] = frozenset()  # weights of a new head, which the files may lack, or have for another head
     config: Mapping[str, Any] = MappingProxyType({})  # what the config has to say

@@ -59,7 +59,7 @@ class Run:
             for micro_rows in run.micro_batches(update):  as `update.micro_batches`, but the run may stop between two
                 ...
             run.log_step({...}, ...)
-        return run.close(scorer, engine)
+        return run.close(sampler)
 
     `run.memory` has the memory flags as they are used: what the program has chosen stands in the place of `auto`.
 

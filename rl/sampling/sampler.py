@@ -1,6 +1,6 @@
 """The responses of a step: sampled with the policy's weights, checked, scored, and known to every rank.
 
-    sampler = open_sampler(args, task, run)
+    sampler = open_sampler(args, task, run)           see rl/run/task.py
     for step in ...:
         responses = sampler.sample(policy, step)      G responses to each of the step's P prompts, on all ranks
     sampler.evaluate(policy)                          the same for held-out prompts
@@ -51,14 +51,16 @@ class Task(NamedTuple):
 
 
 class Sampler:
-    """See above. All data ranks must make all calls.
+    """Samples, checks and scores the responses of each step; see the top of this file. All data ranks must make all
+    calls.
 
     Args:
         engine: asleep.
-        states: what `state` gave on each rank of the run that is resumed; none in a new run.
-        end_phase: is called with the name of each phase that has ended. It does not return if the run was asked to
-            stop: what was sampled is incomplete then.
-        make_room, take_back: are called before the engine wakes, which needs memory, and when it sleeps again.
+        states: what `state` returned on each rank when the checkpoint was saved; empty in a new run.
+        end_phase: called with the name of each phase when it ends. If the run was asked to stop, this call saves and
+            exits instead of returning, so that nobody sees the incomplete responses.
+        make_room: called before the engine wakes up, to free the memory that the engine needs.
+        take_back: called after the engine went to sleep, to move back what `make_room` has moved away.
     """
 
     def __init__(
@@ -75,8 +77,8 @@ class Sampler:
         self.end_phase, self.make_room, self.take_back = end_phase, make_room, take_back
         self.scorer = task.scorer
         self.is_awake = False
-        # Of the last call of `sample`, since the engine is awake: the prompts of all ranks, and the responses that this
-        # rank has sampled.
+        # What the last call of `sample` has left, until the engine is woken again: the prompts of all ranks, and the
+        # responses that this rank has sampled. `sleep` checks these responses, and `Run.log_step` shows some of them.
         self.rows: Sequence[Row] = ()
         self.own_samples: Sequence[Sample] = ()
 
@@ -95,8 +97,8 @@ class Sampler:
             self.end_phase("update_weights")
 
     def sample(self, policy: nn.Module, step: int, *, stays_awake: bool = False) -> list[Sample]:
-        """The responses of a step, groups side by side, in the order of `rows`. A prompt is a pure function of the seed
-        and the step, so a resumed run sees the prompts that the unbroken one would have seen.
+        """The responses of a step on all ranks, in the order of `self.rows`, with the G responses to a prompt side by
+        side. The prompts are a pure function of (seed, step), so a resumed run sees those of the unbroken run.
 
         Args: stays_awake, whether the engine may be asked for more before the policy changes; `sleep` must follow.
         Raises RuntimeError if the engine does not hold the policy's weights, or too many responses get no score.
@@ -130,7 +132,9 @@ class Sampler:
         return self.scorer.collect(tickets)
 
     def sleep(self, policy: nn.Module) -> None:
-        """Let the engine sleep, and check by the last samples that it has the policy's weights."""
+        """Put the engine to sleep. Then check with a few of the last samples that the engine had the policy's weights:
+        the trainer computes their log-probs, and compares them with those that came with the samples.
+        """
         self.engine.sleep()
         self.is_awake = False
         self.take_back()
@@ -147,7 +151,9 @@ class Sampler:
         )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of this rank's sampler beside the number of the step: nothing."""
+        """What a checkpoint has to hold of this rank's sampler: nothing here, since prompts and seeds follow from the
+        number of the step. A sampler whose responses outlive a step returns them.
+        """
         return {}
 
     def close(self) -> None:

@@ -105,7 +105,7 @@ def test_groups_that_an_older_version_saved_are_refused_by_all_ranks(kind):
     older = {"open": [0, *arrays, [[3, 1]], None, 0], "done": [0, dict(prompt_ids=[1], policy_versions=[[3, 1]])]}
     group = {"row_index": 0, "prompt_ids": np.array(ROWS[0]["prompt_ids"]), "open": [], "done": [], kind: [older[kind]]}
     for states in ([{"in_flight": [group]}, {"in_flight": []}], [{"in_flight": []}, {"in_flight": [group]}]):
-        with pytest.raises(ValueError, match="as an older version has written them.*choose another --experiment-name"):
+        with pytest.raises(ValueError, match="an older version has written.*take another --experiment-name"):
             InFlight(0.5, ROWS, 4, init_ranks(), states, 5)
 
 

@@ -7,7 +7,7 @@
         for completion in engine.step(): ...          one more token for each; those that are complete now
     engine.sleep()
 
-rl/sampling/groups.py has this loop once, for groups of responses.
+`Loop` in rl/sampling/loop.py has this loop once, for groups of responses.
 """
 
 from collections.abc import Hashable, Iterable, Sequence

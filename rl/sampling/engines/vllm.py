@@ -142,7 +142,7 @@ class Engine(base.Engine):
         prompts = [self.prompts.of(x.prompt_ids) for _, x in every]
         params = [_params(x.sampling, x.seed) for _, x in every]
         names = self.llm.enqueue(prompts, params, use_tqdm=False)
-        # What is aborted is the interest of vLLM's own loop over the outputs; the core goes on with the requests.
+        # Only vLLM's own output loop forgets these requests, since we read tokens from its core; the core goes on.
         self.llm.llm_engine.output_processor.abort_requests(names, internal=True)
         for name, (rank, x) in zip(names, every, strict=True):
             theirs = self.scheduler.requests[name]
