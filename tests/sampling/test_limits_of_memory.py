@@ -11,7 +11,7 @@ from rl.data.batching import collate
 from rl.data.types import Batch, Sample, Sampling
 from rl.model.load import load_model
 from rl.model.logprobs import token_logprobs
-from rl.sampling import rollout
+from rl.sampling import verify
 from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.verify import beginnings
 
@@ -60,11 +60,11 @@ def test_the_check_of_the_engine_measures_the_beginnings_alone(tiny_model, world
         passes.append(int(batch.lengths.sum()))
         return token_logprobs(model, batch, **options)
 
-    monkeypatch.setattr(rollout, "token_logprobs", watched)
+    monkeypatch.setattr(verify, "token_logprobs", watched)
 
     def gap(max_tokens, **options):
         policy.packed = replace(policy.packed, max_tokens=max_tokens)
-        return rollout.check_engine(policy, samples, Sampling(), EngineFlags(max_logprob_gap=99.0), world, **options)
+        return verify.check_engine(policy, samples, Sampling(), EngineFlags(max_logprob_gap=99.0), world, **options)
 
     assert gap(4 * 18) == pytest.approx(0.01, abs=1e-5)
     assert gap(4 * 18 - 1, version=2) == pytest.approx(0.01, abs=1e-5)
