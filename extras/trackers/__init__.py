@@ -4,6 +4,7 @@ A sink takes them. connections.py makes the sinks of --logger, and prometheus.py
 sends the files of a run to a tracker afterwards.
 """
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,6 +30,15 @@ def serve(port: int, project: str, experiment: str) -> Sink:
     from extras.trackers import prometheus
 
     return prometheus.serve(port, project, experiment)
+
+
+def parse_record(line: str) -> dict[str, Any] | None:
+    """The record of a line of metrics.jsonl or generations.jsonl; None if the line is damaged."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def hand_on(sink: Sink, records: Sequence[dict[str, Any]]) -> None:

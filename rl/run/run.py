@@ -85,10 +85,10 @@ class Run:
         root = folder_of(args.checkpoints, args.logging.project_name, args.logging.experiment_name)
         self.folder = RunFolder(root, self.ranks, total_steps)
         self.resume_from, record = resume.choose_checkpoint(args, tokenizer, self.folder)
-        then = resume.trainer_state(self.resume_from).get("memory") if self.resume_from else None
+        saved = resume.trainer_state(self.resume_from) if self.resume_from else {}
         pays = self.ranks.device.type == "cuda" and compiling_pays(args, total_steps, self.ranks.size)
         with_compile = replace(args, memory=settled(args.memory, compile=pays))
-        chosen = settled_memory(with_compile, self.ranks.all_gather([hardware()]), then)
+        chosen = settled_memory(with_compile, self.ranks.all_gather([hardware()]), saved.get("memory"))
         self.memory, self.other_ways, record["memory"] = chosen.memory, chosen.rest, chosen.record
         if chosen.text and self.ranks.is_main:
             say(f"{chosen.text}\n--compile {chosen.memory.compile}")
@@ -97,7 +97,7 @@ class Run:
         # What the loops of all ranks, and that of rank 0, carried when the checkpoint was saved; none in a new run.
         self.states = checkpoint.load_states(self.resume_from)
         self.state: dict[str, Any] = self.states[0] if self.states else {}
-        self.step = self.first_step = resume.trainer_state(self.resume_from)["step"] if self.resume_from else 0
+        self.step = self.first_step = saved.get("step", 0)
         self.skipped_updates = 0
         self.alarms = Alarms(args.logging.alarms, type(args)().logging.alarms)
         self.step_metrics: dict[str, float] = {}  # of the last step

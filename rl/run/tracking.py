@@ -228,7 +228,8 @@ def _drop_after(file: pathlib.Path, step: int, *, evaluates: bool) -> None:
     if not file.exists():
         return
     text = file.read_text(errors="replace")
-    lines = [_parsed(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # a crash may cut the last one
+    whole_lines = text[: text.rfind("\n") + 1].splitlines()  # a crash may cut the last one
+    lines = [trackers.parse_record(line) for line in whole_lines]
     if damaged := lines.count(None):
         shutil.copy(file, file.with_suffix(".damaged"))
         say(f"{damaged} line(s) of {file} are damaged and left out; {file.with_suffix('.damaged').name} has them")
@@ -239,12 +240,3 @@ def _drop_after(file: pathlib.Path, step: int, *, evaluates: bool) -> None:
         temporary = file.with_suffix(".tmp")  # a full disk must not cost what is there
         temporary.write_text(rest)
         os.replace(temporary, file)
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    """A line of metrics.jsonl or generations.jsonl; None if it is damaged."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None

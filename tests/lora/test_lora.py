@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers_families import FAMILIES, load_with_adapters, make_them_count
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
-from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_model
+from workers.objectives import largest_error, packed_backward, plain_gradients
 
 import train_grpo
 from extras.lora import adapters as lora
@@ -24,12 +24,6 @@ from rl.run.training import check
 
 CASE = ("ppo_clip", "token-mean")
 SCALING = 32 / 4
-
-
-@pytest.fixture(scope="module")
-def batch(tiny_model):
-    batch = make_batch(plain_model(tiny_model))
-    return batch.map(lambda _, x: x.float() if x.is_floating_point() else x)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from helpers_families import load_with_adapters, make_them_count
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_model
+from workers.objectives import largest_error, packed_backward, plain_gradients
 
 from extras.engines import hf
 from extras.judges import model_to_score, scalar_models
@@ -24,12 +24,6 @@ from rl.sampling.verify import check_engine
 
 CASE = ("ppo_clip", "token-mean")
 SAMPLING = Sampling(n=2, temperature=0.7, max_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def batch(tiny_model):
-    batch = make_batch(plain_model(tiny_model))
-    return batch.map(lambda _, x: x.float() if x.is_floating_point() else x)
 
 
 @pytest.fixture(scope="module")

@@ -26,10 +26,10 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3478,
-    "wall": 1710,
-    "import train_grpo": 4470,
-    "import sft": 2689,
+    "core": 3477,
+    "wall": 1703,
+    "import train_grpo": 4465,
+    "import sft": 2682,
     "import eval": 1600,
     "eval.py": 107,
     "sft.py": 95,
