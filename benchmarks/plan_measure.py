@@ -128,10 +128,13 @@ def measure(name: str, run: dict, args: Args) -> dict:
     folder.mkdir(parents=True)
     lengths = "geometric" if "mean" in run else "fixed"
     model = step_time.model_folder(run["shape"], args.tokenizer, args.cache, lengths, run.get("mean", 0.0))
-    words = [*shlex.split(run["flags"]), "--model", str(model), *data_of(run, model, folder, args.steps)]
-    words += f"--total-training-steps {args.steps} --test-freq -1 --save-freq 0 --resume-mode disable".split()
+    steps = run.get("times", args.steps)
+    words = [*shlex.split(run["flags"]), "--model", str(model), *data_of(run, model, folder, steps)]
+    words += f"--total-training-steps {steps} --test-freq -1 --save-freq 0 --resume-mode disable".split()
     words += f"--default-local-dir {folder / 'run'}".split()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(run["gpus"])]
+    if "card_gib" in run:
+        command += [str(ROOT / "benchmarks" / "limited.py"), str(run["card_gib"])]
     command += [str(Path(__file__).resolve()), "--inside", run["script"], *words]
     phases, most, begin = folder / "phases", {}, time.time()
     process = subprocess.Popen(

@@ -293,7 +293,7 @@ def main(args: Args) -> list[dict]:
             engine=args.engine,
             responses=len(best.samples),
             max_num_seqs=args.max_num_seqs,
-            turns=round(statistics.mean(x.outcome.facts["turns"] for x in best.samples), 2),
+            turns=round(statistics.mean(x.outcome.facts["turns"] if x.outcome else 1 for x in best.samples), 2),
             sampled=tokens,
             told=sum(len(x.response_ids) for x in best.samples) - tokens,
             generation_s=round(best.seconds, 3),

@@ -780,3 +780,18 @@ def test_vllm_alone_starts_with_the_flags_of_the_script():
         model="M", tensor_parallel_size=2, max_num_seqs=64, gpu_memory_utilization=0.5, max_model_len=128
     )
     assert start.flags_of_engine("sft.py", ["--model", "M"]) is None
+
+
+# --- benchmarks/tool_latency.py
+
+
+def test_conversations_sample_as_many_tokens_as_plain_responses(tmp_path):
+    flags = "--engine hf --num-prompts 2 --rollout-n 2 --turn-length 12 --turns 2 --repeats 1 --latencies 0"
+    launch.run_file("benchmarks/tool_latency.py", *flags.split(), "--out", tmp_path / "lines.jsonl")
+    plain, seeded, conversations = h.read_jsonl(tmp_path / "lines.jsonl")
+    assert [x["kind"] for x in (plain, seeded, conversations)] == ["plain", "seeded", "conversations"]
+    assert plain["sampled"] == seeded["sampled"] == conversations["sampled"] > 0
+    assert plain["responses"] == conversations["responses"] == 4
+    assert plain["turns"] == seeded["turns"] == 1 < conversations["turns"] <= 3
+    assert plain["told"] == seeded["told"] == 0 < conversations["told"]
+    assert plain["of_plain"] == 1.0 and conversations["equal"] == 1
