@@ -126,7 +126,7 @@ def planned(run: dict[str, Any]) -> dict[str, float]:
     if "results" in run:
         lengths = [line["response_length/mean"] for line in lines_of(run) if "response_length/mean" in line]
         length = statistics.median(lengths) if lengths else None
-    return numbers(plan_of(args_of(run), named(run["machine"]), length))
+    return numbers(plan_of(args_of(run), named(run["machine"], run.get("host_gib")), length))
 
 
 def numbers(plan: Plan) -> dict[str, float]:

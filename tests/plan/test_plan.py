@@ -289,7 +289,7 @@ def test_planned_numbers_are_divided_by_measured_ones(tmp_path):
 def test_a_run_that_can_be_measured_can_be_planned(name):
     run = plan_measure.runs()[name]
     gpus = run["gpus"] + (run["script"] == "train_async.py")
-    plan = report.plan_of(plan_errors.args_of(run), named(f"h100x{gpus}"))
+    plan = report.plan_of(plan_errors.args_of(run), named(run.get("machine", f"h100x{gpus}"), run.get("host_gib")))
     assert f"{plan.script}.py" == run["script"] and plan.step.seconds > 0.5
 
 
