@@ -101,11 +101,11 @@ def memory(run: dict[str, Any], lines: list[dict[str, float]]) -> dict[str, floa
 
 
 @functools.cache
-def model_folder(shape: str) -> str:
-    """A folder with the config of a shape and nothing else, until this process ends."""
+def model_folder(shape: str, **options: Any) -> str:
+    """A folder with the config of a shape, with other options, and nothing else, until this process ends."""
     folder = tempfile.TemporaryDirectory()
     KEPT.append(folder)
-    config_of(shape).save_pretrained(folder.name)
+    config_of(shape, **options).save_pretrained(folder.name)
     return folder.name
 
 
@@ -115,7 +115,8 @@ KEPT: list[tempfile.TemporaryDirectory] = []
 def args_of(run: dict[str, Any]) -> Any:
     """The Args of a run's script."""
     cls = importlib.import_module(run["script"].removesuffix(".py")).Args
-    words = shlex.split(f"--train-files none.parquet {run['flags']} --model {model_folder(run['shape'])}")
+    model = model_folder(run["shape"], **run.get("config", {}))
+    words = shlex.split(f"--train-files none.parquet {run['flags']} --model {model}")
     words = with_values(words, {spelled(name) for name in marked(cls(), SWITCH)})
     return tyro.cli(cls, args=words, config=(tyro.conf.OmitArgPrefixes,))
 
@@ -185,7 +186,9 @@ def summary(compared: list[Compared]) -> str:
 
 def example() -> str:
     """A command and what it prints."""
-    name, args = "Qwen/Qwen2.5-7B-Instruct", args_of({"script": "train_grpo.py", "shape": "7B", "flags": EXAMPLE})
+    published = {"vocab_size": 152064}  # the shapes that were measured have that of the smaller models
+    args = args_of({"script": "train_grpo.py", "shape": "7B", "config": published, "flags": EXAMPLE})
+    name = "Qwen/Qwen2.5-7B-Instruct"
     [plan], _ = report(args, args.planning)
     plan = plan.replace(args.model, name).replace("none.parquet", "data/gsm8k/train.parquet")
     return f"```\npython train_grpo.py --model {name} {EXAMPLE}\n\n{plan}\n```"

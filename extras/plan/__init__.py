@@ -69,6 +69,14 @@ def budget_of(memory: Any) -> tuple[str, Any]:
     return next((name, value) for name, value in vars(memory).items() if name.endswith("max_token_len_per_gpu"))
 
 
+def with_values(memory: Any, **values: Any) -> Any:
+    """Memory flags with `values` in the place of `auto`. --param-offload moves the moments too, so --optimizer-offload
+    says nothing beside it and is off then.
+    """
+    memory = settled(memory, **values)
+    return replace(memory, optimizer_offload=memory.optimizer_offload and not memory.param_offload)
+
+
 def hardware() -> Hardware | None:
     """What this rank sees; None without a GPU."""
     import torch
@@ -82,7 +90,7 @@ def hardware() -> Hardware | None:
 
 def settle(args: Any, least: int, of_ranks: Sequence[Any], then: dict[str, Any] | None = None) -> Settled:
     """Args' memory flags with the cheapest way that fits in the place of `auto`: a pure function. Without a GPU these
-    are what is usual. With --param-offload, --optimizer-offload says nothing.
+    are what is usual.
 
     Args: least, the tokens that a micro-batch must hold; of_ranks, the `hardware` of each, of which the smallest
     counts; then, the record of a run that is resumed. Raises ValueError with a sentence if nothing fits.
@@ -92,9 +100,7 @@ def settle(args: Any, least: int, of_ranks: Sequence[Any], then: dict[str, Any] 
         from rl.model.sharding import UNPLANNED
 
         usual = UNPLANNED | NO_OFFLOAD | {budget_of(args.memory)[0]: max(USUAL_TOKENS, least)}
-        memory = settled(args.memory, **usual)
-        moves_moments = memory.optimizer_offload and not memory.param_offload
-        return Settled(replace(memory, optimizer_offload=moves_moments), [], {}, "")
+        return Settled(with_values(args.memory, **usual), [], {}, "")
     from extras.plan import ways
 
     gpu, memory = min(x.gpu for x in of_ranks), min(x.host for x in of_ranks)

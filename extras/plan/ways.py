@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from extras.lora import LoRA
-from extras.plan import Hardware, Settled, budget_of
+from extras.plan import Hardware, Settled, budget_of, with_values
 from extras.plan.memory import GIB, Engine, Load, Model, Needed, Way, least_engine, needed
 from extras.plan.sizes import sizes_of
-from rl.flags import flat, settled, spelled
+from rl.flags import flat, spelled
 
 USABLE = 0.95  # of a GPU: torch's allocator leaves gaps, and what is not counted takes some
 HOST_USABLE = 0.95  # of the host
@@ -204,8 +204,7 @@ def settle(args: Any, least: int, hardware: Hardware, then: dict[str, Any] | Non
 def _group(memory: Any, way: Way, flag: str) -> Any:
     """The group of flags with a way in the place of `auto`."""
     offloads = dict(optimizer_offload=way.optimizer_offload, param_offload=way.param_offload)
-    found = settled(memory, activation_checkpointing=way.checkpointing, **{flag: way.tokens}, **offloads)
-    return replace(found, optimizer_offload=found.optimizer_offload and not found.param_offload)
+    return with_values(memory, activation_checkpointing=way.checkpointing, **{flag: way.tokens}, **offloads)
 
 
 def _again(then: dict[str, Any], load: Load, memory: Any, hardware: Hardware) -> tuple[Choice | None, str]:

@@ -84,10 +84,12 @@ def work_of(args: Any, response_length: float | None) -> Work:
     if steps is None:
         assumed.append("how many steps there are is not known without --train-files; --total-training-steps says it")
     questions = (data.held_out or 0) * v.get("val_n", 1) if samples else 0
+    every, evaluates_first = v.get("test_freq", -1), bool(v.get("val_before_train"))
     evaluations = 0
     if steps and questions:
-        every = v.get("test_freq", -1)
-        evaluations = (math.ceil(steps / every) if every > 0 else 0) + bool(v.get("val_before_train"))
+        evaluations = (math.ceil(steps / every) if every > 0 else 0) + evaluates_first
+    if samples and (every > 0 or evaluates_first) and data.held_out is None:
+        assumed.append(f"--val-files {' '.join(v['val_files'])} cannot be read, so no evaluation is counted")
     phases = tuple(_phases(args, v))
     return Work(prompts, answers, rows, same, lengths, phases, tuple(assumed), steps, questions, evaluations)
 

@@ -114,7 +114,7 @@ class Run:
         ends: Sequence[int] = (),
         mini_batch_size: int | None = None,
     ) -> None:
-        """Load the scorer's judges, and the checkpoint, if there is one, into what is trained; plan the memory; print
+        """Load the checkpoint, if there is one, into what is trained; plan the memory; load the scorer's judges; print
         what will run.
 
         Args: trained, models with their optimizers by name, None for a reference that `refresh` changes; sampler,
@@ -129,11 +129,7 @@ class Run:
         (policy, _), path, how = next(iter(trained.values())), self.resume_from, "new run"
         self.trained, self.sampler = trained, sampler
         engine = sampler.engine if sampler else None
-        notes = []  # lines for the console
-        if sampler is not None:
-            sampler.scorer.load_judges(self.ranks, budget_of(self.memory)[1], self.memory.fsdp_size)
-            notes.append(sampler.scorer.report)
-            sampler.engine.policy_version = self.first_step  # with one push per step, that of an unbroken run
+        notes = [sampler.scorer.report] if sampler else []  # lines for the console
         self.offloaded = () if self.memory.param_offload else offloaded  # on the host already
         if path:
             how = f"resumed from {path}"
@@ -153,6 +149,9 @@ class Run:
             )
             started("largest micro-batch")
             notes.append(plan)
+        if sampler is not None:
+            sampler.scorer.load_judges(self.ranks, budget_of(self.memory)[1], self.memory.fsdp_size)
+            sampler.engine.policy_version = self.first_step  # with one push per step, that of an unbroken run
         self.saver.record["memory"] |= vars(self.memory)
         policy.packed = replace(policy.packed, max_tokens=budget_of(self.memory)[1])
         for optimizer in filter(None, (x for _, x in trained.values())):

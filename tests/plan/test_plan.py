@@ -203,6 +203,23 @@ def test_the_data_give_the_steps_and_the_lengths(tmp_path):
     assert work.work_of(change(args, train_files=("none.jsonl",), total_training_steps=7), 4).steps == 7
 
 
+def test_held_out_files_that_cannot_be_read_are_named(tmp_path):
+    task = h.make_task(tmp_path)
+    args = change(
+        TRAINING["grpo"].Args(), model=task.model, train_files=(task.train,), max_prompt_length=64, test_freq=2,
+        val_before_train=False, val_files=(task.test, "none.parquet"),
+    )  # fmt: skip
+    words = f"--val-files {task.test} none.parquet cannot be read, so no evaluation is counted"
+    unread = work.work_of(args, None)
+    assert unread.evaluations == 0 and words in unread.assumed
+    assert words in work.work_of(change(args, test_freq=-1, val_before_train=True), None).assumed
+    silent = (dict(test_freq=-1), dict(val_files=()), dict(val_files=(task.test,)))  # nothing is evaluated, or all is
+    for values in silent:
+        assert not any("--val-files" in text for text in work.work_of(change(args, **values), None).assumed)
+    demonstrations = change(TRAINING["sft"].Args(), model=task.model, val_files=("none.parquet",))
+    assert not any("--val-files" in text for text in work.work_of(demonstrations, None).assumed)
+
+
 def test_hours_are_the_start_the_steps_and_the_evaluations(model):
     args = args_of(TRAINING["grpo"], model, total_training_steps=100)
     plan = report.plan_of(args, H100)
@@ -279,7 +296,6 @@ def test_the_errors_stay_within_what_is_published():
 def test_planned_numbers_are_divided_by_measured_ones(tmp_path):
     x = plan_errors.Compared("a", {}, {"step": 11.0, "gen": 0.0}, {"step": 10.0})
     assert x.error("step") == pytest.approx(0.1) and x.error("gen") is None and x.error("GiB sampling") is None
-
 
 
 # --- benchmarks/plan_measure.py

@@ -5,6 +5,8 @@ import os
 import shutil
 import signal
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import helpers_scripts as h
 import launch
@@ -21,6 +23,7 @@ from rl.flags import build
 from rl.model import load as models
 from rl.model import sharding
 from rl.run import checkpoint, loop_state, run_folder, watchdog
+from rl.run import run as training_run
 from rl.run.checkpoint_files import list_steps
 from rl.run.run import Run
 
@@ -73,6 +76,25 @@ def saved_weights(path):
 def ask():
     os.kill(os.getpid(), signal.SIGTERM)
     launch.until(lambda: stop._state.asked_at < float("inf"))
+
+
+def test_judges_are_loaded_with_the_micro_batch_that_the_rehearsal_has_left(start, monkeypatch):
+    """The rehearsal is on GPUs only, so it is made up here."""
+    run, policy, _ = start(max_token_len_per_gpu=4096, fsdp_size=1)
+    fewer, order = replace(run.memory, max_token_len_per_gpu=1024), []
+
+    def rehearse(trained, ways, **beside):
+        order.append(ways[0].max_token_len_per_gpu)
+        return fewer, "less fits than was planned"
+
+    engine = SimpleNamespace(memory=0, policy_version=None)
+    scorer = SimpleNamespace(report="", load_judges=lambda ranks, *flags: order.append(flags))
+    monkeypatch.setattr(training_run, "rehearse", rehearse)
+    run.ranks = replace(run.ranks, device=torch.device("cuda"))
+    sampling = dict(ppo_epochs=1, ppo_mini_batch_size=None, rollout_n=1)
+    monkeypatch.setattr(training_run, "flat", lambda args: sampling)
+    run.begin({"actor": (policy, None)}, SimpleNamespace(engine=engine, scorer=scorer))
+    assert order == [4096, (1024, 1)] and run.memory == fewer and policy.packed.max_tokens == 1024
 
 
 # ---------------------------------------------------------------------------------------------------------------------
