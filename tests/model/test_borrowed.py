@@ -95,6 +95,11 @@ BORROWED = [
         "sampling/engines/vllm_worker.py",
         "are the methods of the worker whose KV cache is limited",
     ),
+    Borrowed(
+        "vllm.v1.worker.gpu_worker:model_runner profile_cudagraph_memory",
+        "sampling/engines/vllm_worker.py",
+        "are what the worker asks for the memory of CUDA graphs, which is not measured",
+    ),
     # vLLM: the scheduler's shortcuts, in TESTED versions only.
     Borrowed(
         "vllm.v1.core.sched.scheduler.Scheduler:schedule update_from_output requests running kv_cache_config "

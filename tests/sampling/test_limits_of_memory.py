@@ -90,8 +90,9 @@ def test_vllm_takes_no_more_memory_than_its_sequences_fill(monkeypatch):
     assert most_cache([layer] * 28, config) == most
 
     worker = object.__new__(Worker)
-    worker.vllm_config = config
+    worker.vllm_config, worker.model_runner = config, SimpleNamespace()
     worker.get_kv_cache_spec = lambda: {str(k): layer for k in range(28)}
     for room, taken in ((most + 1, most), (most - 1, most - 1)):
         monkeypatch.setattr(gpu_worker.Worker, "determine_available_memory", lambda self, room=room: room)
         assert worker.determine_available_memory() == taken
+        assert worker.model_runner.profile_cudagraph_memory() == 2**30  # of CUDA graphs, without capturing any

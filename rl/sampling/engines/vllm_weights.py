@@ -67,9 +67,7 @@ def _load_and_process(model: Any, named_tensors: NamedTensors, config: Any) -> t
     is_cpu = config.device_config.device_type == "cpu"
     for module in model.modules() if is_cpu else ():
         if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
-            module.quant_method.moe_kernel = (
-                None  # else vLLM would not pack the experts again, for the sake of CUDA graphs
-            )
+            module.quant_method.moe_kernel = None  # or vLLM does not pack the experts again, because of CUDA graphs
     with set_current_vllm_config(config):
         initialize_layerwise_reload(model)
         of_files = {name for name, _ in model.named_parameters()}

@@ -11,6 +11,10 @@ class Worker(gpu_worker.Worker):
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: what vLLM finds room for, but no more than it can use."""
+        # vLLM would capture CUDA graphs here only to measure their memory, and capture them again later. That takes
+        # about ten seconds. It also skips the measurement for users who set the size of the KV cache themselves, so
+        # nothing later depends on it. vLLM subtracts this 1 GiB from the memory for the KV cache instead.
+        self.model_runner.profile_cudagraph_memory = lambda: 1 << 30
         layers = self.get_kv_cache_spec().values()
         return min(super().determine_available_memory(), most_cache(layers, self.vllm_config))
 
