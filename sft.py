@@ -96,8 +96,7 @@ def main(args: Args) -> dict[str, float]:
     # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
     # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
     for step in progress("sft", run.steps(), total_steps - run.first_step):
-        if run.evaluation_is_due():
-            run.evaluate(evaluate)
+        run.evaluate_if_due(evaluate)
 
         # 1. Batch: a pure function of (seed, step). All ranks have all rows, and `update` says which rows are whose.
         samples = prompts_for_step(train, step, args.train_batch_size, args.seed)  # B
@@ -133,8 +132,7 @@ def main(args: Args) -> dict[str, float]:
         }
         run.log_step(step_metrics, tokens=total_tokens)
 
-    if run.evaluation_is_due():  # of the last policy
-        run.evaluate(evaluate)
+    run.evaluate_if_due(evaluate)  # the last policy
     return run.close()
 
 

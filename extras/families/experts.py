@@ -53,9 +53,12 @@ class Experts(Family):
         """Routers remember one pass."""
         return self.replays or self.balance > 0
 
-    def begin_run(self, replays: bool, balance: float) -> None:
-        """See `begin`."""
-        self.replays, self.balance = replays, balance
+    def begin_run(self, learning: Any, engine: Any) -> None:
+        """Replay if the engine says which experts it has chosen, and even out experts as --router-aux-loss-coef says:
+        see `begin`.
+        """
+        self.replays = getattr(engine, "routing", None) is not None
+        self.balance = learning.router_aux_loss_coef
 
     def as_reference(self) -> "Experts":
         """Without replay: the engine has not sampled from a reference."""

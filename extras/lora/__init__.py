@@ -43,12 +43,16 @@ class LoRA:
 
     def check_model(self, path: str, auto_class: Any = None, *, flag: str = "--model") -> None:
         """Raise ValueError, from the config alone, if the model in `path`, which `flag` has named, cannot learn as
-        these flags say. See `adapters.check_model`.
+        these flags say. See `adapters.check_model` and `experts.check_routed`.
         """
         if self.lora_rank or not self.freeze_vision_tower:
             from extras.lora import adapters
 
             adapters.check_model(self, path, auto_class, flag=flag)
+        if self.router_aux_loss_coef and flag == "--model":
+            from extras.families import check_routed
+
+            check_routed(path, f"--router-aux-loss-coef {self.router_aux_loss_coef}")
 
     def apply(self, model: Any, *, path: str, seed: int, ranks: Any) -> None:
         """Freeze what does not learn of a model on the host, and add adapters. See `adapters.add` and `Learning`."""

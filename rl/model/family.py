@@ -32,9 +32,9 @@ class Family:
     one_pass = False  # whether padded rows have to be in one pass, since modules remember something of it
     runs_packed = True  # whether the model can run packed as a dense one does
 
-    def begin_run(self, replays: bool, balance: float) -> None:
-        """Say whether passes replay what the engine has chosen (--router-replay), and with which weight they even out
-        what experts have to do (--router-aux-loss-coef).
+    def begin_run(self, learning: Any, engine: Any) -> None:
+        """Note what the passes of a run have to do: by its flags about what learns, see `rl.model.roles.Learning`, and
+        by the engine that samples for it, which is None if none does.
         """
 
     def as_reference(self) -> "Family":

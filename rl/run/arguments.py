@@ -9,7 +9,6 @@ class Args(RL):
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from extras.agents import EnvironmentFlags
 from extras.correction import Correction
@@ -19,14 +18,11 @@ from extras.offload import OffloadFlags
 from extras.partial import PartialRollouts
 from rl.data.flags import Data
 from rl.flags import AtLeast1, Auto, Free, Share, flat
-from rl.model.checks import LENGTHS
 from rl.model.sharding import Memory
-from rl.run import training
 from rl.run.command_line import parse as parse  # scripts have it from here
 from rl.run.run_folder import Checkpoints
 from rl.run.tracking import LoggingRL
 from rl.run.training import TrainingArgs
-from rl.sampling.engines import check_engine_flags
 from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.flags import Decoding, Validation
 from rl.scoring.flags import BY_DATA_SOURCE, Scoring
@@ -70,7 +66,6 @@ class Rewards(RewardModelFlags, RewardFunctions):
 class RLBase(TrainingArgs):
     """The groups of every script that samples responses."""
 
-    length_flags = LENGTHS
     data: Data = Data()
     decoding: DecodingRL = DecodingRL()
     rewards: Rewards = Rewards()
@@ -83,16 +78,6 @@ class RLBase(TrainingArgs):
     checkpoints: Checkpoints = Checkpoints()
     logging: LoggingRL = LoggingRL()
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.max_prompt_length + self.max_response_length
-
-    @property
-    def units(self) -> dict[str, int]:
-        """As in every script; and what a pass of a reward model never divides."""
-        return super().units | self.rewards.units
-
     def check(self) -> None:
         """Raise ValueError if flags of different groups contradict each other."""
         values, rollout = flat(self), self.rollout
@@ -104,10 +89,11 @@ class RLBase(TrainingArgs):
                 raise ValueError(f"{flag} needs a GPU that computes in FP8, such as an H100 or L40S; leave it out")
         if (n := self.validation.val_n) > 1 and self.validation.val_temperature == 0:
             raise ValueError(f"--val-n {n} repeats one greedy response; add a positive --val-temperature")
-        if (values.get("ppo_mini_batch_size") or 0) > self.train_batch_size:
+        prompts, of_update = values["train_batch_size"], values.get("ppo_mini_batch_size")
+        if of_update and of_update > prompts:
             raise ValueError(
-                f"--ppo-mini-batch-size {self.ppo_mini_batch_size} is more than --train-batch-size "
-                f"{self.train_batch_size}; both count prompts, lower it"
+                f"--ppo-mini-batch-size {of_update} is more than --train-batch-size {prompts}; both count prompts, "
+                "lower it"
             )
 
 
@@ -116,10 +102,3 @@ class RL(RLBase):
     """The groups of every script with a policy loss: those above, and the correction of that loss."""
 
     correction: Correction = Correction()
-
-
-def check(args: RLBase) -> PreTrainedTokenizerBase:
-    """`training.check` of a script that samples, and of the flags of its engine: the tokenizer of --model."""
-    tokenizer = training.check(args)
-    check_engine_flags(args.rollout, args.model)
-    return tokenizer

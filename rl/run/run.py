@@ -12,7 +12,7 @@ from packaging.version import Version
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from extras.offload import keep_moments_on_host, offload, onload
-from extras.plan import budget_of, compiling_pays, hardware, rehearse
+from extras.plan import budget_of, compiling_pays, hardware, rehearse, settle
 from rl import stop
 from rl.console import let_go_of_output, progress_line, say, show_sample, started
 from rl.data.batching import Update
@@ -28,7 +28,6 @@ from rl.run.clock import Clock
 from rl.run.means import of_staleness
 from rl.run.run_folder import RunFolder, folder_of
 from rl.run.tracking import Tracker, open_early
-from rl.run.training import settled_memory
 
 if TYPE_CHECKING:
     from rl.sampling.sampler import Sampler
@@ -88,7 +87,8 @@ class Run:
         saved = resume.trainer_state(self.resume_from) if self.resume_from else {}
         pays = self.ranks.device.type == "cuda" and compiling_pays(args, total_steps, self.ranks.size)
         with_compile = replace(args, memory=settled(args.memory, compile=pays))
-        chosen = settled_memory(with_compile, self.ranks.all_gather([hardware()]), saved.get("memory"))
+        of_ranks = self.ranks.all_gather([hardware()])
+        chosen = settle(with_compile, max(args.units.values()), of_ranks, saved.get("memory"))
         self.memory, self.other_ways, record["memory"] = chosen.memory, chosen.rest, chosen.record
         if chosen.text and self.ranks.is_main:
             say(f"{chosen.text}\n--compile {chosen.memory.compile}")
@@ -135,7 +135,7 @@ class Run:
             how = f"resumed from {path}"
             checkpoint.load(path, trained, moments_on_host=self.memory.optimizer_offload)
         for x in policy.packed.families:
-            x.begin_run(getattr(engine, "routing", None) is not None, self.args.lora.router_aux_loss_coef)
+            x.begin_run(self.args.lora, engine)
         started("checkpoint" if path else "optimizer")
         if self.ranks.device.type == "cuda" and "actor" in trained:
             self.memory, plan = rehearse(
@@ -228,13 +228,12 @@ class Run:
         return is_regular and bool(self.args.data.val_files)
 
     def evaluate_if_due(self, evaluate: Callable[..., Evaluation], *arguments: Any) -> None:
-        """`evaluate` held-out data by calling evaluate(*arguments), if that is due."""
-        if self.evaluation_is_due():
-            self.evaluate(lambda: evaluate(*arguments))
-
-    def evaluate(self, evaluate: Callable[[], Evaluation]) -> None:
-        """Evaluate held-out data, and record the metrics and the responses to show. The run may stop after it."""
-        metrics, shown = evaluate()
+        """If held-out data is due, evaluate it by calling evaluate(*arguments), and record the metrics and the
+        responses to show. The run may stop after it.
+        """
+        if not self.evaluation_is_due():
+            return
+        metrics, shown = evaluate(*arguments)
         self.may_stop_after("testing")
         self.folder.check()
         self.tracker.log_generations(self.step, "val", shown)
@@ -274,8 +273,8 @@ class Run:
         line = progress_line(done, self.total_steps, metrics) if shown else ""
         self._record(done, metrics, line, is_evaluation=False)
         self.step_metrics = metrics
-        freq = self.args.logging.log_samples_freq if self.sampler and self.ranks.is_main else 0
-        if freq and self.step % freq == 0 and (own_samples := self.sampler.own_samples):
+        own_samples = self.sampler.own_samples if self.sampler and self.ranks.is_main else []
+        if own_samples and (freq := self.args.logging.log_samples_freq) and self.step % freq == 0:
             records = samples.shown(self.tokenizer, own_samples, batch)
             self.tracker.log_generations(done, "train", records)
             self.tracker.print(show_sample(records[0]["prompt"], records[0]["response"], records[0]["score"]))

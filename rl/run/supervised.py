@@ -24,13 +24,8 @@ class MemorySupervised(OffloadFlags, Memory):
 class Supervised(TrainingArgs):
     """The groups of every script that learns from given responses."""
 
-    length_flags = "--max-length"
+    length_flags = ("max_length",)
     lora: LoRA = LoRA()
     memory: MemorySupervised = MemorySupervised()
     checkpoints: Checkpoints = Checkpoints()
     logging: LoggingSupervised = LoggingSupervised()
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.max_length

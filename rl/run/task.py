@@ -7,8 +7,8 @@ from extras.judges import open_judges
 from rl.data.attachments import refuse_attachments
 from rl.data.packed import Reader
 from rl.data.prompts import load_prompts
-from rl.run.arguments import check
-from rl.sampling.engines import make_engine
+from rl.run.training import check
+from rl.sampling.engines import check_engine_flags, make_engine
 from rl.sampling.groups import sampling_settings
 from rl.sampling.sampler import Sampler, Task
 from rl.scoring.pool import Scorer, need_truth
@@ -24,6 +24,7 @@ def load_task(args: Any, *, prompts_per_step: int | None = None, read_train: Rea
     whose rows no function scores. Raises ValueError for mistakes in these, before a model is loaded.
     """
     tokenizer, rewards = check(args), args.rewards
+    check_engine_flags(args.rollout, args.model)
     n, max_tokens = args.rollout_n, args.max_response_length
     sampling = sampling_settings(args.decoding, args.model, tokenizer, n=n, max_tokens=max_tokens)
     partner = open_partner(args.envs, tokenizer, sampling.stop_token_ids)

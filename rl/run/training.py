@@ -1,14 +1,12 @@
 """What the Args of all scripts that train have in common, and their check before anything is loaded."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from extras.families import check_routed
 from extras.judges import model_to_score
-from extras.plan import Hardware, Planned, Settled, budget_of, hardware, settle
+from extras.plan import Planned, budget_of, hardware, settle
 from rl.flags import check_limits, flat, spelled
 from rl.model.checks import check_model
 from rl.model.roles import CAUSAL_LM
@@ -22,26 +20,36 @@ class TrainingArgs(Planned):
     """The base of the Args of every script that trains."""
 
     rows_per_unit = 1  # rows that a micro-batch never separates
-    length_flags = ""  # that limit the tokens of a sequence
-    longest = 0  # tokens of the longest sequence
+    # which together limit the tokens of a sequence
+    length_flags: ClassVar[tuple[str, ...]] = ("max_prompt_length", "max_response_length")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return sum(getattr(self, name) for name in self.length_flags)
 
     @property
     def units(self) -> dict[str, int]:
         """Tokens of what a micro-batch never divides, by what it is: a micro-batch holds at least one of each."""
         unit = "one sequence of" if self.rows_per_unit == 1 else "one pair of 2 x"
-        flags = f"({self.length_flags})" if " " in self.length_flags else self.length_flags
-        return {f"{unit} {flags}": self.rows_per_unit * self.longest}
+        flags = " + ".join(map(spelled, self.length_flags))
+        flags = f"({flags})" if " " in flags else flags
+        units = {f"{unit} {flags}": self.rows_per_unit * self.longest}
+        for group in vars(self).values():
+            units |= getattr(group, "units", {})
+        return units
 
     def check(self) -> None:
         """Raise ValueError if flags of different groups contradict each other."""
 
 
-def check(args: TrainingArgs, *, scores: bool = False) -> PreTrainedTokenizerBase:
+def check(args: Any, *, scores: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of --model, if nothing is wrong that can be known before data and models are loaded.
 
-    Args: scores, whether --model becomes a reward model, whose head may be new. Raises ValueError, naming the flag, its
-    value and the fix: for numbers beyond the limits of their flags, flags that contradict each other, and a model that
-    is broken, cannot be trained on sequences of the given length, or does not fit into the memory of this machine.
+    Args: args, the `TrainingArgs` of a script; scores, whether --model becomes a reward model, whose head may be new.
+    Raises ValueError, naming the flag, its value and the fix: for numbers beyond the limits of their flags, flags that
+    contradict each other, and a model that is broken, cannot be trained on sequences of the given length or in the way
+    that the flags say, or does not fit into the memory of this machine.
     """
     check_limits(args)
     for alarm in args.logging.alarms:
@@ -59,18 +67,10 @@ def check(args: TrainingArgs, *, scores: bool = False) -> PreTrainedTokenizerBas
         args.model,
         model_to_score(args.seed) if scores else CAUSAL_LM,
         longest=args.longest,
-        limits=args.length_flags,
+        limits=" + ".join(map(spelled, args.length_flags)),
+        learning=args.lora,
         texts=args.data,
         day=first_day(args.checkpoints, root),
     )
-    if coef := args.lora.router_aux_loss_coef:
-        check_routed(args.model, f"--router-aux-loss-coef {coef}")
-    settled_memory(args, [hardware()])
+    settle(args, max(args.units.values()), [hardware()])
     return tokenizer
-
-
-def settled_memory(
-    args: TrainingArgs, of_ranks: Sequence[Hardware | None], then: dict[str, Any] | None = None
-) -> Settled:
-    """The memory flags with what `auto` stands for. For the arguments and for what raises see `extras.plan.settle`."""
-    return settle(args, max(args.units.values()), of_ranks, then)

@@ -24,7 +24,6 @@ from extras.plan.sizes import Layer, Sizes
 from extras.plan.ways import HOST_USABLE, USABLE, DoesNotFit, choose, load_of
 from rl.flags import build
 from rl.run.arguments import MemoryRL
-from rl.run.training import settled_memory
 
 SHOWN = ("0.5B", "1.5B", "7B", "14B", "32B")
 
@@ -388,7 +387,7 @@ def test_a_resumed_run_with_a_reference_more_may_not_fit_any_more(folder_of):
 
 def test_a_run_that_began_on_a_cpu_is_planned_anew_on_a_gpu(folder_of):
     args = build(train_grpo.Args, model=folder_of("0.5B"))
-    then = vars(settled_memory(args, [None]).memory)
+    then = vars(settle(args, max(args.units.values()), [None]).memory)
     assert settle(args, 1536, [hardware(80)], then) == settle(args, 1536, [hardware(80)])
 
 
@@ -430,14 +429,13 @@ def test_the_sentence_names_the_flags_of_the_script(folder_of):
 
 LAUNCHED = """
 import sys
-from extras.plan import Hardware
+from extras.plan import Hardware, settle
 from rl.flags import build
-from rl.run import training
 from rl.run.command_line import parse
 import train_grpo
 
 def main(args):
-    training.settled_memory(args, [Hardware(8 * 2**30, 2**40, 2, 2)])
+    settle(args, max(args.units.values()), [Hardware(8 * 2**30, 2**40, 2, 2)])
     print("it fits")
 
 main(parse(train_grpo.Args, ""))
@@ -455,4 +453,4 @@ def test_two_ranks_say_it_once_and_without_a_traceback(folder_of, tmp_path):
     ]
     assert len(own) == 1, printed
     assert printed.count("vLLM needs") == 2  # again at the end of torchrun's report
-    assert "settled_memory" not in printed  # which has a traceback of its own
+    assert "settle" not in printed  # which has a traceback of its own

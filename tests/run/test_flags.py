@@ -27,6 +27,7 @@ import train_prime
 import train_reinforce
 import train_reward
 from extras.lora import LoRA
+from extras.plan import settle
 from extras.samplers import SamplerFlags
 from extras.samplers.local import devices_of
 from rl import flags
@@ -396,7 +397,7 @@ def test_a_reference_that_follows_the_policy_is_no_base_of_adapters():
     with pytest.raises(
         ValueError, match="--ref-update-steps 5: with --lora-rank 8 the reference is the policy without"
     ):
-        arguments.check(build(train_grpo_variants.Args, ref_update_steps=5, lora_rank=8))
+        training.check(build(train_grpo_variants.Args, ref_update_steps=5, lora_rank=8))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -445,7 +446,7 @@ def test_a_flag_that_a_script_lacks_ends_with_the_name_of_the_script_that_has_it
 def test_quantized_rollouts_are_refused_where_nothing_computes_them(engine, words):
     assert not torch.cuda.is_available()
     with pytest.raises(ValueError, match=f"--rollout-quantization fp8 {words}"):
-        arguments.check(build(train_grpo.Args, engine=engine, rollout_quantization="fp8"))
+        training.check(build(train_grpo.Args, engine=engine, rollout_quantization="fp8"))
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "distill", "prime"])  # train_dapo.py always corrects
@@ -458,10 +459,10 @@ def test_quantized_rollouts_want_a_word_about_their_correction(name, monkeypatch
     monkeypatch.setattr(training, "hardware", lambda: None)  # no GPU whose memory could be asked for
     quantized = dict(model=tiny_model, rollout_quantization="fp8", max_prompt_length=8, max_response_length=8)
     with pytest.raises(ValueError, match="--rollout-quantization fp8: .*; add --rollout-is token, .*-is none"):
-        arguments.check(build(script.Args, **quantized))
+        training.check(build(script.Args, **quantized))
     for choice in ("token", "none"):
-        arguments.check(build(script.Args, **quantized, rollout_is=choice))
-    arguments.check(build(script.Args, **quantized | dict(rollout_quantization="none")))
+        training.check(build(script.Args, **quantized, rollout_is=choice))
+    training.check(build(script.Args, **quantized | dict(rollout_quantization="none")))
 
 
 def test_preference_pairs_have_no_policy_loss_to_correct():
@@ -587,6 +588,11 @@ def test_auto_is_settled_by_values_and_what_a_user_gave_stays():
 LENGTHS = dict(max_prompt_length=10, max_response_length=32)
 
 
+def settled(args):
+    """The memory flags of a run without a GPU."""
+    return settle(args, max(args.units.values()), [None]).memory
+
+
 @pytest.mark.parametrize(
     ("script", "changes", "expected"),
     [
@@ -600,12 +606,12 @@ LENGTHS = dict(max_prompt_length=10, max_response_length=32)
     ],
 )
 def test_a_micro_batch_has_16384_tokens_or_one_unit_where_nothing_is_computed(script, changes, expected):
-    memory = training.settled_memory(build(TRAINING[script].Args, **changes), [None]).memory
+    memory = settled(build(TRAINING[script].Args, **changes))
     assert training.budget_of(memory)[1] == expected
     assert memory.activation_checkpointing == "selective"
     assert memory.optimizer_offload is memory.param_offload is False
 
 
 def test_with_param_offload_the_moments_are_on_the_host_already():
-    memory = training.settled_memory(build(train_grpo.Args, param_offload=True, optimizer_offload=True), [None]).memory
+    memory = settled(build(train_grpo.Args, param_offload=True, optimizer_offload=True))
     assert memory.param_offload is True and memory.optimizer_offload is False

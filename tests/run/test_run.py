@@ -322,8 +322,8 @@ def test_max_hours_hold_too(start):
         (True, "saving"),
     ),
 )
-def test_a_run_whose_folder_was_deleted_or_taken_ends_and_writes_nothing_there(start, call, taken, capsys):
-    run, _, update = start(save_freq=1)
+def test_a_run_whose_folder_was_deleted_or_taken_ends_and_writes_nothing_there(start, task, call, taken, capsys):
+    run, _, update = start(save_freq=1, test_freq=1, val_files=(task.sft,))
     run.begin_step(0, {})
     update()
     run.log_step({"train/loss": 1.0}, tokens=1)
@@ -350,7 +350,7 @@ def test_a_run_whose_folder_was_deleted_or_taken_ends_and_writes_nothing_there(s
             elif call == "log_step":
                 run.log_step({"train/loss": 1.0}, tokens=1)
             else:
-                run.evaluate(lambda: Evaluation({"val/loss": 3.0}, []))
+                run.evaluate_if_due(lambda: Evaluation({"val/loss": 3.0}, []))
         said = str(error.value)
     assert f"{root} was deleted or replaced while this run used it" in said and "--experiment-name" in said
     run.folder.write_status("running", 2)
@@ -385,15 +385,15 @@ def test_evaluation_is_due_at_test_freq_and_after_the_last_step(start, task, fre
 # Alarms
 
 
-def test_alarms_are_heard_with_any_logger_and_one_that_names_no_metric_is_told_once(start, capsys):
+def test_alarms_are_heard_with_any_logger_and_one_that_names_no_metric_is_told_once(start, task, capsys):
     alarms = ("train/loss>1", "train/los>1", "val/loss>2", "val/accuracy<0")
-    run, _, update = start(alarms=alarms, logger=(), save_freq=0)
+    run, _, update = start(alarms=alarms, logger=(), save_freq=0, test_freq=1, val_files=(task.sft,))
     for step in (0, 1):
         run.begin_step(step, {})
         update()
         run.log_step({"train/loss": 0.5 + step}, tokens=1)  # a progress line needs no other metric
         run.step = step + 1
-        run.evaluate(lambda: Evaluation({"val/loss": 3.0}, []))
+        run.evaluate_if_due(lambda: Evaluation({"val/loss": 3.0}, []))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("ALARM", "--alarms"))]
     assert lines == [
         "--alarms train/los>1: step 1 has no metric 'train/los', so it raises no alarm; did you mean train/loss?",

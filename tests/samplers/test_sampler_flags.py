@@ -7,7 +7,7 @@ import pytest
 import train_async
 import train_grpo
 from rl.flags import build
-from rl.run.arguments import check
+from rl.run.training import check
 
 CONTRADICTIONS = [
     (dict(partial_rollouts=0.5), "--partial-rollouts 0.5 and --max-staleness exclude each other; leave the first out"),

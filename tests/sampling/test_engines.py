@@ -42,7 +42,7 @@ from rl.model.checks import check_context
 from rl.model.logprobs import token_logprobs
 from rl.model.sharding import full_tensors
 from rl.ranks import init_ranks
-from rl.run.arguments import check
+from rl.run.task import load_task
 from rl.sampling.engines import vllm
 from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import sample_groups
@@ -536,7 +536,7 @@ def test_processed_logprobs_by_hand(sampling, expected):
 
 def test_hf_engine_refuses_tensor_parallelism(tiny_model):
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 2 needs --engine vllm"):
-        check(
+        load_task(
             build(
                 train_grpo.Args,
                 model=tiny_model,

@@ -27,12 +27,12 @@ from launch import ROOT
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
     "core": 3477,
-    "wall": 1703,
-    "import train_grpo": 4465,
-    "import sft": 2682,
+    "wall": 1685,
+    "import train_grpo": 4450,
+    "import sft": 2677,
     "import eval": 1600,
     "eval.py": 107,
-    "sft.py": 95,
+    "sft.py": 93,
     "train_async.py": 152,
     "train_dapo.py": 195,
     "train_distill.py": 167,
@@ -42,7 +42,7 @@ LIMITS = {
     "train_ppo.py": 194,
     "train_prime.py": 195,
     "train_reinforce.py": 189,
-    "train_reward.py": 101,
+    "train_reward.py": 99,
 }
 
 # Only the lines of a new check may raise a limit: a line (figure, code lines, the check in a sentence) under its
