@@ -14,8 +14,8 @@ The tokens that a sequence shares with the one before it stand in the packed row
 ones, are queries, but they see the keys and values of all: the kernel aligns the last query with the last key.
 """
 
-import inspect
-from typing import NamedTuple
+from inspect import signature
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ if is_flash_attn_2_available():
     from flash_attn import flash_attn_varlen_func
 
 # torch 2.13 wants to be told that several query heads share a key head; 2.11 just works.
-GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 class Packing(NamedTuple):
@@ -60,19 +60,20 @@ def packed_sdpa(module, query, key, value, attention_mask, *, packing, scaling=N
 
 def packed_varlen(module, query, key, value, attention_mask, *, packing, scaling=None, sliding_window=None, **rest):
     """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D)."""
-    _refuse_options(rest)
-    inputs, window = _for_kernel(query, key, value, packing, sliding_window)
-    return varlen_attn(*inputs, window_size=window, scale=scaling, **GROUPED_HEADS)[None], None
+    inputs, window = _for_kernel(query, key, value, packing, sliding_window, rest)
+    out = varlen_attn(*inputs, window_size=window, scale=scaling, **GROUPED_HEADS)
+    return out[None], None  # pyrefly: ignore[bad-index]  # a pair only with return_aux
 
 
 def packed_fa2(module, query, key, value, attention_mask, *, packing, scaling=None, sliding_window=None, **rest):
     """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D)."""
-    _refuse_options(rest)
-    inputs, window = _for_kernel(query, key, value, packing, sliding_window)
+    inputs, window = _for_kernel(query, key, value, packing, sliding_window, rest)
     return flash_attn_varlen_func(*inputs, causal=True, window_size=window, softmax_scale=scaling)[None], None
 
 
-def _for_kernel(query, key, value, packing, sliding_window) -> tuple[tuple, tuple[int, int]]:
+def _for_kernel(query, key, value, packing, sliding_window, rest) -> tuple[tuple, tuple[int, int]]:
+    """The positional arguments of a varlen kernel, and its window. Raises ValueError as `_refuse_options`."""
+    _refuse_options(rest)
     q, k, v = query[0].transpose(0, 1), _expand(key, packing), _expand(value, packing)  # (N or N', heads, D)
     lengths = (packing.borders, packing.key_borders, len(packing.offset), len(packing.offset))
     window = (-1 if sliding_window is None else sliding_window - 1, 0)  # keys before and after the query's; -1: all
@@ -93,9 +94,8 @@ def _refuse_options(options: dict) -> None:
 
 def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
     """The attention implementation for packed sequences on this device: a name transformers accepts."""
-    AttentionInterface.register("packed_sdpa", packed_sdpa)
-    AttentionInterface.register("packed_varlen", packed_varlen)
-    AttentionInterface.register("packed_fa2", packed_fa2)
+    for implementation in (packed_sdpa, packed_varlen, packed_fa2):
+        AttentionInterface.register(implementation.__name__, implementation)
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "packed_sdpa"
     return "packed_fa2" if is_flash_attn_2_available() else "packed_varlen"

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
 
 from rl.flags import AtLeast1, Free, Switch, settled
 from rl.model.family import is_added
@@ -31,7 +32,7 @@ GATHERED_ELEMENTS = 2**27  # of weights that are gathered at a time: 256 MB in b
 # By default torch compiles micro-batches below 4,096 tokens once more, ten seconds in the middle of a run, because it
 # guards one fusion by its size. Only versions of torch that have the fusion know the option.
 UNGUARDED_FUSION = "triton.mix_order_reduction_non_strict_mode"
-COMPILE_OPTIONS = {UNGUARDED_FUSION: True} if UNGUARDED_FUSION in torch._inductor.list_options() else {}
+COMPILE_OPTIONS: dict[str, Any] = {UNGUARDED_FUSION: True} if UNGUARDED_FUSION in torch._inductor.list_options() else {}
 # Checkpointed layers of all models are one function to torch: a graph for each kind of layer, with gradients and
 # without, trained or frozen. After eight graphs it would run whatever is new uncompiled.
 torch._dynamo.config.recompile_limit = 64
@@ -65,7 +66,7 @@ UNPLANNED = {"activation_checkpointing": "selective"}
 BARE = Memory(activation_checkpointing="none", compile=False)  # FSDP2 and nothing else
 
 
-def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
+def shard(model: PreTrainedModel, ranks: Ranks, memory: Memory = BARE) -> PreTrainedModel:
     """Shard parameters, gradients and optimizer state over all ranks with FSDP2, as the memory flags say.
 
     What learns gets master weights in float32 (those of a float64 model stay as they are), and gradients are reduced in
@@ -92,7 +93,7 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
     model.eval()
     return add_packed_forward(
         model,
-        compile=memory.compile,
+        compile=bool(memory.compile),
         keep_logits=memory.compile and memory.activation_checkpointing == "none",  # uncompiled, they are in float32
         device=ranks.device,
         is_whole=is_whole,
@@ -103,13 +104,13 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
 def recompute(units: Sequence[nn.Module], level: str) -> None:
     """Let the backward pass recompute what --activation-checkpointing says of each unit."""
     for unit in units if level != "none" else ():
-        contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+        contexts: Any = functools.partial(create_selective_checkpoint_contexts, _keep_products)
         contexts.cache_hash = str(sorted(KEPT_OPERATIONS))  # or torch would trace layers again at every start
         options = {"context_fn": contexts} if level == "selective" else {}
         unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, **options)
 
 
-def compile_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
+def compile_units(model: PreTrainedModel, units: Sequence[nn.Module]) -> None:
     """Let units run compiled, unless a family of the model objects."""
     for unit in units:
         if all(family.may_compile(unit) for family in model.packed.families):
@@ -226,7 +227,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
         own_part(y).copy_(own_part(weights[name]))
 
 
-def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def full_tensors(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) on the device for all parameters, tied ones once, in `dtype`; what families have added
     keeps its own. All ranks must iterate. One call gathers many parameters, since each alone would take half a
     millisecond.
@@ -248,7 +249,7 @@ def _whole(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> l
     """Tensors whose rows `shard` spread over ranks as one rank alone would have them, in `dtype` on the device."""
     if not isinstance(tensors[0], DTensor):
         return [x.to(device).to(dtype) for x in tensors]
-    mesh, local = tensors[0].device_mesh, [x.to_local() for x in tensors]
+    mesh, local = tensors[0].device_mesh, [own_part(x) for x in tensors]
     size = mesh.size(mesh.ndim - 1)
     if size == 1:
         return [x.to(device, non_blocking=True).to(dtype) for x in local]
@@ -262,7 +263,7 @@ def _whole(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> l
     return [torch.cat(part)[: x.numel()].view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
-def backward(model: nn.Module, loss: Tensor, *, is_last: bool) -> None:
+def backward(model: PreTrainedModel, loss: Tensor, *, is_last: bool) -> None:
     """Add a micro-batch's gradient to the model's, a sum over ranks; over copies of the model (--fsdp-size) only when
     it `is_last` of an update. All ranks must enter.
     """
