@@ -30,11 +30,12 @@ import torch
 import torch.nn.functional as F
 
 from extras.implicit_rewards import accuracies_of, reward_model_metrics
+from extras.judges import check_second_model
 from rl.data.batching import make_batch
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, Free, NotNegative, Positive, Share
 from rl.formulas import advantages, implicit_reward, schedule
-from rl.model.load import check_model, load_model, load_reference
+from rl.model.load import load_model, load_reference
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
@@ -100,11 +101,10 @@ def main(args: Args) -> dict[str, float]:
     if num_prompts < (P := args.train_batch_size):
         raise ValueError(f"--gen-batch-size {num_prompts} is less than --train-batch-size {P}; raise it")
     task = load_task(args, prompts_per_step=num_prompts)
-    prm_path, prm_flag = args.prm_model or args.model, "--prm-model" if args.prm_model else "--model"
-    tokenizer, longest = task.tokenizer, task.longest
-    check_model(prm_path, flag=prm_flag, longest=longest, learning=args.lora, policy=args.model, tokenizer=tokenizer)
+    prm_path, longest = args.prm_model or args.model, task.longest
+    check_second_model("--prm-model", args.prm_model, task.tokenizer, args.lora, policy=args.model, longest=longest)
 
-    run = Run(args, tokenizer, task.total_steps)
+    run = Run(args, task.tokenizer, task.total_steps)
     ranks, sampling = run.ranks, task.sampling
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     sampler = open_sampler(args, task, run)

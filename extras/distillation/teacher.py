@@ -12,11 +12,12 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from extras.distillation import Teacher, server
 from extras.images import FIRST
+from extras.judges import check_second_model
 from extras.offload import offload, onload
 from rl.data.batching import Update
 from rl.data.types import Batch
 from rl.model import logprobs
-from rl.model.checks import PROBE, check_model
+from rl.model.checks import PROBE
 from rl.model.load import load_model
 from rl.model.sharding import Memory
 from rl.ranks import Ranks
@@ -30,13 +31,13 @@ def check_teacher(
     RuntimeError if a server fails.
     """
     if flags.teacher_url is None:
-        check_model(
+        check_second_model(
+            "--teacher-model",
             flags.teacher_model,
-            flag="--teacher-model",
+            tokenizer,
+            policy=student,
             longest=longest,
             instead="let vllm serve it, and give --teacher-url",
-            policy=student,
-            tokenizer=tokenizer,
         )
         return
     server.check(flags, tokenizer, student=student, longest=longest)

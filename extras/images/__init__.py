@@ -59,17 +59,6 @@ def refuse(rows: Iterable[Mapping[str, Any]], reader: str, fix: str = "leave suc
         raise ValueError(f"{named(row)}: has images, and {reader} text only; {fix}")
 
 
-def check_second_model(path: str, flag: str, model: str) -> None:
-    """Raise ValueError if the data has images and the model in `path`, which `flag` has named, may read them in another
-    way than the policy `model` does.
-    """
-    from transformers import AutoConfig
-
-    if in_use() and len({AutoConfig.from_pretrained(x).model_type for x in (path, model)}) > 1:
-        problem = f"the data has images, which it may not read as --model {model} does"
-        raise ValueError(f"{flag} {path}: {problem}; choose a model of the same family")
-
-
 def processor_files(path: str) -> dict[str, Path]:
     """The files for a processor that the folder of a model has, by name."""
     from transformers.utils import cached_file

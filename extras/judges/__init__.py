@@ -2,7 +2,8 @@
 
 A reward model (reward_model.py) judges whole responses: --reward-model names one, and its score joins those of the
 reward functions. train_reward.py trains one. The critic of train_ppo.py (critic.py) predicts at every token what the
-response will score. scalar_models.py loads models of both kinds.
+response will score. scalar_models.py loads models of both kinds. second_model.py checks whether a model can read the
+tokens of the policy, as a critic, the reward model of train_prime.py and the teacher of train_distill.py have to.
 """
 
 from collections.abc import Iterable, Sequence
@@ -73,15 +74,23 @@ def fixed_scores(model: Any, batch: Any, micro_batches: Iterable[list[int]]) -> 
     return scalar_models.fixed_scores(model, batch, micro_batches)
 
 
-def check_critic(path: str | None, tokenizer: Any, learning: Any, *, policy: str, longest: int) -> None:
-    """Raise ValueError naming --critic-model if the model in `path` cannot be the critic: see `checks.check_model`. No
-    path stands for the model of the policy, which is checked elsewhere.
+def check_second_model(
+    flag: str, path: str | None, tokenizer: Any, learning: Any = None, *, policy: str, longest: int, **options: Any
+) -> None:
+    """Raise ValueError naming the `flag` if the model in `path` cannot read what the `policy` samples: see
+    `second_model.check`, which gets the `options`. No path stands for the policy's own model, checked elsewhere.
     """
-    from extras.judges.critic import FLAG, KIND
-    from rl.model.checks import check_model
+    from extras.judges import second_model
 
     if path is not None:
-        check_model(path, KIND, flag=FLAG, longest=longest, learning=learning, policy=policy, tokenizer=tokenizer)
+        second_model.check(flag, path, tokenizer, policy=policy, longest=longest, learning=learning, **options)
+
+
+def check_critic(path: str | None, tokenizer: Any, learning: Any, *, policy: str, longest: int) -> None:
+    """Raise ValueError naming --critic-model if the model in `path` cannot be the critic: see `check_second_model`."""
+    from extras.judges.critic import FLAG, KIND
+
+    check_second_model(FLAG, path, tokenizer, learning, policy=policy, longest=longest, kind=KIND)
 
 
 def load_critic(path: str, ranks: Any, learning: Any, memory: Any, *, longest: int, seed: int) -> Any:

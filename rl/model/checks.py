@@ -12,7 +12,6 @@ import transformers
 from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, core_model_loading
 
-from extras.images import check_second_model
 from rl.data.template import load_tokenizer
 from rl.model.roles import CAUSAL_LM, CausalLM, Learning
 
@@ -33,9 +32,8 @@ def read_config(path: str, *, flag: str) -> PreTrainedConfig:
     Raises ValueError naming the flag if there is no config that transformers knows, or if the folder holds adapters,
     for which transformers would load another model.
     """
-    if Path(path).is_file():
-        raise ValueError(f"{flag} {path}: is a file; {WHOLE}")
-    if not (path and Path(path).exists()) and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path):
+    may_be_of_the_hub = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path) and not Path(path).is_file()
+    if not may_be_of_the_hub and not (path and Path(path).is_dir()):
         raise ValueError(f"{flag} {path}: there is no such folder; {WHOLE}")
     if (Path(path) / "adapter_config.json").is_file():
         raise ValueError(f"{flag} {path}: holds adapters; merge them into their model first, or {WHOLE}")
@@ -72,14 +70,14 @@ def read_model(
     if shapes:
         name, there, expected = min(shapes)
         problem = f"{name} has the shape {list(there)} in its files and {list(expected)} by its config"
-        raise ValueError(f"{flag} {path}: {problem}; use files that fit its config.json")
-    if lacks := lacks - new:
+    elif lacks := lacks - new:
         problem = f"its files lack {len(lacks)} of its weights, {min(lacks)} among them"
-        raise ValueError(f"{flag} {path}: {problem}; use a whole one")
-    if others:
-        problem = f"its files hold {len(others)} weights that a {type(model).__name__} does not have"
-        raise ValueError(f"{flag} {path}: {problem}, {min(others)} among them; use files that fit its config.json")
-    return model, new
+    elif others:
+        kind_of = type(model).__name__
+        problem = f"its files hold {len(others)} weights that a {kind_of} does not have, {min(others)} among them"
+    else:
+        return model, new
+    raise ValueError(f"{flag} {path}: {problem}; use files that fit its config.json")
 
 
 @contextlib.contextmanager
@@ -120,8 +118,6 @@ def check_model(
     instead: str = "choose another model",
     is_trained: bool = True,
     learning: Learning | None = None,
-    policy: str | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
     **texts: Any,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of the model in `path`, which `flag` has named, if config, tokenizer and the headers of its files
@@ -134,70 +130,45 @@ def check_model(
         instead: what to do if it is of a family that is refused.
         is_trained: False if only an engine reads it, which may know weights of fewer bits.
         learning: what of it learns, if its weights are read beside those of the policy.
-        policy, tokenizer: the model whose tokens it has to read, and the tokenizer of that; none for the policy itself.
         texts: as for `load_tokenizer`.
 
-    Raises ValueError naming the flag, also as `CausalLM.check`, `read_model` and `Learning.check_model`.
+    Raises ValueError naming the flag, also as `CausalLM.check`, `check_trainable`, `read_model` and
+    `Learning.check_model`.
     """
-    config = read_config(path, flag=flag)
-    kind.check(config, f"{flag} {path}")
-    own_tokenizer = _open_files(path, config, kind, flag=flag, is_trained=is_trained, **texts)
-    if policy is not None:
-        check_same_tokenizer(tokenizer, own_tokenizer, path, flag=flag, policy=policy)
-    if learning is not None:
-        learning.check_model(path, kind.class_of(path), flag=flag)
+    config, where = read_config(path, flag=flag), f"{flag} {path}"
+    kind.check(config, where)
     if is_trained:
         check_trainable(path, longest, limits, flag=flag, instead=instead)
     else:
         check_context(path, longest, limits)
-    return own_tokenizer
-
-
-def _open_files(
-    path: str, config: PreTrainedConfig, kind: CausalLM, *, flag: str, is_trained: bool, **texts: Any
-) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, if its files fit together. Raises ValueError for quantized weights of a model that is
-    trained, without a tokenizer, and for one with tokens for which the model has no embedding.
-    """
-    where, text_config = f"{flag} {path}", config.get_text_config()
-    is_refused = text_config.model_type in REFUSED  # for a reason that is more to the point
-    quantized = next(
-        (x.quantization_config for x in (config, text_config) if getattr(x, "quantization_config", 0)), None
-    )
-    if quantized and is_trained and not is_refused:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
+    configs = config.to_dict(), config.get_text_config().to_dict()
+    quantization = next(filter(None, (x.get("quantization_config") for x in configs)), None)
+    if quantization and is_trained:
+        method = quantization.get("quant_method")
         raise ValueError(f"{where}: its weights are quantized ({method}); give the model before that, to be trained")
     tokenizer = load_tokenizer(path, flag=flag, **texts)
-    if not tokenizer(PROBE)["input_ids"]:  # transformers makes one without tokens if the folder has none
-        raise ValueError(f"{where}: no tokenizer is in there; add its files, such as tokenizer.json")
-    added = tokenizer.added_tokens_decoder.keys() - {tokenizer.eos_token_id, tokenizer.bos_token_id}
-    rows, needed = text_config.vocab_size, max({*tokenizer.get_vocab().values()} - added, default=0) + 1
-    if needed > rows:
-        problem = f"its tokenizer has {needed} tokens, and its embedding {rows} rows; use its own tokenizer"
-        raise ValueError(f"{where}: {problem}")
-    if Path(path).is_dir() and not quantized and not is_refused:
+    check_tokenizer(tokenizer, config.get_text_config().vocab_size, where)
+    if Path(path).is_dir() and not quantization:
         model, _ = read_model(path, kind, flag=flag, as_in_files=True, device_map="meta")
         for name, x in model.named_parameters():
             if x.dtype.itemsize < 2:
                 raise ValueError(f"{where}: {name} is in {x.dtype}; give a model with weights of 16 bits or more")
+    if learning is not None:
+        learning.check_model(path, kind.class_of(path), flag=flag)
     return tokenizer
 
 
-def check_same_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, path: str, *, flag: str, policy: str
-) -> None:
-    """Raise ValueError if the model in `path`, which `flag` has named, could not read what the `policy` samples: in
-    `other`, its tokenizer, tokens have other ids than in the policy's `tokenizer`, or it has no weights for some.
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, rows: int, where: str) -> None:
+    """Raise ValueError, which begins with `where`, if a tokenizer has no tokens, or some that are beyond the `rows` of
+    the model's embedding.
     """
-    vocabulary = tokenizer.get_vocab()
-    if other.get_vocab() != vocabulary:
-        problem = f"its tokenizer is not that of --model {policy}, so it would misread every token"
-        raise ValueError(f"{flag} {path}: {problem}; choose a model of the same family")
-    check_second_model(path, flag, policy)
-    rows, own_rows = (AutoConfig.from_pretrained(x).get_text_config().vocab_size for x in (path, policy))
-    if rows < (needed := min(max(vocabulary.values()) + 1, own_rows)):
-        problem = f"it knows {rows} tokens, and --model {policy} may sample {needed}"
-        raise ValueError(f"{flag} {path}: {problem}; choose a model with an embedding for each of them")
+    if not tokenizer(PROBE)["input_ids"]:  # transformers makes one without tokens if the folder has none
+        raise ValueError(f"{where}: no tokenizer is in there; add its files, such as tokenizer.json")
+    added = tokenizer.added_tokens_decoder.keys() - {tokenizer.eos_token_id, tokenizer.bos_token_id}
+    needed = max({*tokenizer.get_vocab().values()} - added, default=0) + 1
+    if needed > rows:
+        problem = f"its tokenizer has {needed} tokens, and its embedding {rows} rows; use its own tokenizer"
+        raise ValueError(f"{where}: {problem}")
 
 
 def check_context(model: str, tokens: int, flags: str = LENGTHS) -> None:
@@ -227,14 +198,11 @@ def check_trainable(
     config = AutoConfig.from_pretrained(path).get_text_config()
     if (reason := REFUSED.get(config.model_type)) is not None:
         raise ValueError(f"{flag} {path}: {config.model_type} cannot be trained here: {reason}; {instead}")
-    numbers = {name: x for name, x in config.to_dict().items() if type(x) is int}
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope, entry = getattr(config, "rope_parameters", None) or {}, "original_max_position_embeddings"
     ropes = (rope, *rope.values())  # one for all layers, or one for each type of layer
-    if any(isinstance(x, dict) and x.get("rope_type") in ("dynamic", "longrope") for x in ropes):
-        limit = rope.get("original_max_position_embeddings") or numbers.get("original_max_position_embeddings")
-        limit = limit or numbers.get("max_position_embeddings", math.inf)
-        if tokens > limit:
-            raise ValueError(
-                f"{flag} {path}: {config.model_type} turns positions by another angle once a sequence has more than "
-                f"{limit} tokens, also for shorter ones that run with it; {flags} = {tokens}, lower it"
-            )
+    varies = any(isinstance(x, dict) and x.get("rope_type") in ("dynamic", "longrope") for x in ropes)
+    if varies and tokens > (limit := rope.get(entry) or getattr(config, entry, None) or math.inf):
+        raise ValueError(
+            f"{flag} {path}: {config.model_type} turns positions by another angle once a sequence has more than "
+            f"{limit} tokens, also for shorter ones that run with it; {flags} = {tokens}, lower it"
+        )

@@ -16,7 +16,6 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 
 from rl.console import started
 from rl.model.attention import choose_attention, use_attention
-from rl.model.checks import check_model as check_model  # scripts have it from here
 from rl.model.checks import read_config, read_model
 from rl.model.logprobs import add_packed_forward
 from rl.model.roles import ALL_WEIGHTS, CAUSAL_LM, CausalLM, Learning

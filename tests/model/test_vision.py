@@ -26,6 +26,7 @@ from extras import images
 from extras.demonstrations import encode_conversation
 from extras.engines import hf
 from extras.families.vision import Vision
+from extras.judges.second_model import check_same_tokens
 from extras.lora import LoRA
 from extras.lora import adapters as lora
 from rl.data.batching import collate, plan_updates
@@ -34,7 +35,6 @@ from rl.data.template import load_tokenizer
 from rl.data.types import Sampling, take_rows
 from rl.flags import build
 from rl.model import load as models
-from rl.model.checks import check_same_tokenizer
 from rl.model.logprobs import fixed_logprobs
 from rl.model.sharding import Memory
 from rl.run.task import load_task
@@ -231,8 +231,8 @@ def test_who_reads_text_only_refuses_images(rows, folder_of, tiny_model):
             load_task(args)
     tokenizer = load_tokenizer(folder_of["qwen3_vl"])
     with pytest.raises(ValueError, match="the data has images, which it may not read as --model"):
-        models = dict(path=folder_of["qwen2_5_vl"], policy=folder_of["qwen3_vl"])
-        check_same_tokenizer(tokenizer, tokenizer, flag="--teacher-model", **models)
+        path, policy = folder_of["qwen2_5_vl"], folder_of["qwen3_vl"]
+        check_same_tokens(path, tokenizer, tokenizer, policy=policy, flag="--teacher-model")
     with pytest.raises(ValueError, match="row 0: has images, and reward models read text only"):
         encode_conversation(tokenizer, read_rows(rows)[0], "#### 1")
 

@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3477,
-    "wall": 1685,
-    "import train_grpo": 4450,
-    "import sft": 2677,
-    "import eval": 1600,
+    "core": 3448,
+    "wall": 1684,
+    "import train_grpo": 4421,
+    "import sft": 2648,
+    "import eval": 1573,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
