@@ -33,7 +33,6 @@ import torch
 from extras.agents import token_rewards
 from extras.kl_terms import KLTerms
 from rl.data.batching import make_batch
-from rl.data.order import derive_seed
 from rl.data.rows import Row
 from rl.data.types import Sample, Score, take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive, Share
@@ -45,7 +44,6 @@ from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
 from rl.run.task import load_task, open_sampler
-from rl.sampling.groups import sample_groups
 from rl.sampling.responses import scores_of
 from rl.sampling.sampler import Sampler
 from rl.scoring.pool import Ticket
@@ -93,11 +91,10 @@ class WithGreedy(Sampler):
     def complete_groups(self, step: int) -> tuple[list[Row], list[Sample], list[Ticket]]:
         """The prompts of a step, this rank's samples without the greedy ones, and tickets for the scores of all."""
         rows, sampling = self.prompts(step), self.task.sampling
-        own_rows, seed = self.ranks.own_slice(rows), derive_seed(self.task.seed, step, self.engine.first_rank)
+        own_rows = self.ranks.own_slice(rows)
         greedy = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
         ways = [sampling] * len(own_rows) + [greedy] * len(own_rows)  # how each prompt is answered
-        partner, submit = self.task.partner, self.scorer.submit
-        samples, tickets = sample_groups(self.engine, own_rows * 2, ways, submit, partner, seed=seed)
+        samples, tickets = self.ask(own_rows * 2, ways, step)
         return rows, samples[: len(own_rows) * sampling.n], tickets
 
     def collect(self, tickets: Sequence[Ticket]) -> list[Score]:

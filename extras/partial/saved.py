@@ -21,7 +21,7 @@ def groups_in_flight(loop: Loop) -> dict[Hashable, dict[str, Any]]:
     groups = {}
     for (name, j), x in loop.trajectories.items():
         if name not in groups:
-            groups[name] = saved_group(x.row, {} if loop.partner else loop.groups[name][1])
+            groups[name] = saved_group(x.row, {} if loop.partner else loop.complete.get(name, {}))
         if not loop.partner:  # what a partner has kept of a group is not saved, so that the group begins again
             arrays = np.array(x.ids, np.int32), np.array(x.mask, np.int8), np.array(x.logprobs, np.float32)
             groups[name]["open"].append([j, *arrays, x.columns, x.seed, x.turns])
@@ -37,8 +37,9 @@ def check_groups(groups: Sequence[dict[str, Any]]) -> None:
 
 
 def restore(loop: Loop, name: Hashable, row: Row, sampling: Sampling, saved: dict[str, Any]) -> list[Sample]:
-    """Go on with a saved group; returns its samples if it is complete. It begins again if the prompt or `sampling.n`
-    are no longer the same, or a response is too long for `sampling.max_tokens`.
+    """Go on with a saved group, which the engine gets at the next `loop.resume`; returns its samples if it is complete.
+    It begins again if the prompt or `sampling.n` are no longer the same, or a response is too long for
+    `sampling.max_tokens`.
     """
     done = {j: sample_of(x) for j, x in saved["done"]}
     numbers = sorted([*done, *(j for j, *_ in saved["open"])])
@@ -49,11 +50,10 @@ def restore(loop: Loop, name: Hashable, row: Row, sampling: Sampling, saved: dic
         return []
     if not saved["open"]:
         return [done[j] for j in range(sampling.n)]
-    going_on = []
+    loop.complete[name] = done
+    loop.count += sampling.n
     for j, ids, mask, logprobs, columns, seed, turns in saved["open"]:
-        x = Trajectory((name, j), row, sampling, seed)
+        x = loop.trajectories[name, j] = Trajectory((name, j), row, sampling, seed)
         x.ids, x.mask, x.logprobs = ids.tolist(), mask.tolist(), logprobs.tolist()
         x.columns, x.turns = columns, turns
-        going_on.append(x)
-    loop.go_on(name, sampling.n, done, going_on)
     return []

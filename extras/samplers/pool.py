@@ -155,10 +155,8 @@ class SamplerPool:
                 groups = [leases.ready[number] for number in sorted(leases.ready)]
         samples = [sample for _, group, _ in groups for sample in group]
         samples = with_scores(samples, self.scorer.collect([ticket for _, _, ticket in groups]))
-        if stop.requested(self.ranks.group):
-            return Evaluation({}, [])
-        shown = {row["row_index"] for row in self.prompts.held_out[: self.task.validation.log_val_generations]}
-        return summarize([row for row, _, _ in groups], samples, self.scorer, self.ranks, shown=shown)
+        shown = self.task.val_rows[: self.task.validation.log_val_generations]
+        return summarize([row for row, _, _ in groups], samples, self.task.tokenizer, self.ranks, shown=shown)
 
     def verify(self, policy: nn.Module, rollout: EngineFlags) -> None:
         """Compare what each sampler has sampled right after the last push with the policy, which must not have changed.

@@ -9,7 +9,7 @@ vocabulary. Every per-token tensor is (B, T) and aligned: position t describes t
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -40,7 +40,7 @@ class Sampling:
 class Request(NamedTuple):
     """One response that an engine is asked for."""
 
-    key: Hashable  # names the response among those of one rank; comes back with it
+    key: Any  # names the response among those of one rank, and comes back with it; it can be hashed
     prompt_ids: Sequence[int]  # token ids; ids beyond the vocabulary are places of what is not text
     sampling: Sampling  # for this response: `max_tokens` and stop tokens are its own, and `n` is ignored
     seed: int | None = None  # of this response alone; None: it is drawn from the global generators
@@ -61,7 +61,7 @@ def unknown(column: np.ndarray) -> int:
 class Completion(NamedTuple):
     """What an engine returns for one request: ids including the stop token, one log-prob per id, and why it ended."""
 
-    key: Hashable
+    key: Any
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str  # "stop", "length", or "abort" for what an aborted request had so far

@@ -4,69 +4,41 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from extras.voting import elected
 from rl import stop
-from rl.data.order import derive_seed
-from rl.data.types import Evaluation, Sample, Sampling, Score
+from rl.data.rows import Row
+from rl.data.types import Evaluation, Sample, Score
 from rl.ranks import Ranks
-from rl.sampling.engines.base import Engine
-from rl.sampling.flags import Validation
-from rl.sampling.groups import sample_groups
-from rl.sampling.loop import Partner
-from rl.scoring.pool import Scorer, with_scores
-
-
-def evaluate(
-    engine: Engine,
-    scorer: Scorer,
-    rows: Sequence[dict],
-    sampling: Sampling,
-    validation: Validation,
-    ranks: Ranks,
-    partner: Partner | None = None,
-    *,
-    seed: int = 0,
-) -> Evaluation:
-    """Score --val-n responses to every held-out prompt, sampled as the other --val flags say; by default one, greedily.
-
-    Args: rows, on all ranks; sampling, as in training, for lengths and what ends a response; seed, of the run;
-    partner, as in training.
-    Returns: the means over all prompts of what `of_prompt` finds, and the first --log-val-generations rows to show.
-    Both are empty if the run was asked to stop meanwhile. All ranks must enter.
-    """
-    own_rows, way = ranks.own_slice(rows), validation.settings(sampling)
-    seed = derive_seed(seed, engine.first_rank)
-    own_samples, tickets = sample_groups(engine, own_rows, way, scorer.submit, partner, seed=seed)
-    own_samples = with_scores(own_samples, scorer.collect(tickets))
-    if stop.requested(ranks.group):
-        return Evaluation({}, [])
-    first = {row["row_index"] for row in rows[: validation.log_val_generations]}
-    return summarize(own_rows, own_samples, scorer, ranks, shown=first)
 
 
 def summarize(
-    own_rows: Sequence[dict],
+    own_rows: Sequence[Row],
     own_samples: Sequence[Sample],
-    scorer: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
     ranks: Ranks,
     *,
-    shown: set[int],
+    shown: Sequence[Row],
 ) -> Evaluation:
     """What the responses to held-out prompts are worth: equally many to each of this rank's rows, side by side.
 
-    Args: shown, `row_index` of rows whose responses are shown. All ranks must enter.
+    Args: shown, rows whose responses are recorded. Returns: the means over all prompts of what `of_prompt` returns, and
+    the responses to record. Both are empty if the run was asked to stop meanwhile. All ranks must enter.
     """
-    own_found, records, n = [], [], len(own_samples) // max(len(own_rows), 1)
+    if stop.requested(ranks.group):
+        return Evaluation({}, [])
+    of_prompts, records, n = [], [], len(own_samples) // max(len(own_rows), 1)
+    is_shown = {row["row_index"] for row in shown}
     for i, row in enumerate(own_rows):
         samples = own_samples[i * n : (i + 1) * n]
-        own_found.append(of_prompt(row["data_source"], [s.score for s in samples], [s.num_sampled for s in samples]))
-        if row["row_index"] in shown:
-            prompt = scorer.tokenizer.decode(row["prompt_ids"])
+        of_prompts.append(of_prompt(row["data_source"], [s.score for s in samples], [s.num_sampled for s in samples]))
+        if row["row_index"] in is_shown:
+            prompt = tokenizer.decode(row["prompt_ids"])
             for s in samples:
                 record = {"prompt": prompt, "response": s.score.text, "score": s.score.value}
                 records.append(record | {"components": s.score.components} | s.record)
-    return Evaluation(mean_by_name(ranks.all_gather(own_found)), ranks.all_gather(records))
+    return Evaluation(mean_by_name(ranks.all_gather(of_prompts)), ranks.all_gather(records))
 
 
 def of_prompt(source: str, scores: Sequence[Score], lengths: Sequence[int]) -> dict[str, float]:

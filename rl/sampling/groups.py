@@ -76,5 +76,4 @@ def sample_groups(
             handed[i] = samples, on_group(row_of[i], samples) if on_group is not None else None
         if loop.is_open():  # the run was asked to stop
             loop.abandon()
-        loop.check_complete()
     return [s for i in sorted(handed) for s in handed[i][0]], [handed[i][1] for i in sorted(handed)]

@@ -13,7 +13,7 @@ the engine samples the other responses. What it answers is appended with mask 0,
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -25,6 +25,8 @@ from rl.data.rows import Row
 from rl.data.types import Completion, Outcome, Request, Sample, Sampling, unknown
 from rl.sampling.engines.base import Engine
 
+Key = tuple[Hashable, int]  # of a response: the name of its group, and its number in the group
+
 STOP_EVERY = 16  # ranks that share an engine ask each other after so many decoding steps whether to stop
 IDLE_WAIT_S = 0.05  # how long to wait for the partner when the engine has nothing to sample
 
@@ -32,7 +34,7 @@ IDLE_WAIT_S = 0.05  # how long to wait for the partner when the engine has nothi
 class Trajectory:
     """One response in the making: what the policy sampled, and what it was told in between."""
 
-    def __init__(self, key: Hashable, row: Row, sampling: Sampling, seed: int | None):
+    def __init__(self, key: Key, row: Row, sampling: Sampling, seed: int | None):
         self.key, self.row, self.sampling, self.seed = key, row, sampling, seed
         self.ids: list[int] = []
         self.mask: list[int] = []
@@ -57,7 +59,9 @@ class Trajectory:
                 f"the engine returned {len(ids)} tokens and {len(logprobs)} log-probs for a response to row "
                 f"{self.row['row_index']}, or log-probs that are not finite: {logprobs[:5].tolist()} ..."
             )
-        self._append(ids, 1, completion.logprobs)
+        self.ids += ids
+        self.mask += [1] * len(ids)
+        self.logprobs += completion.logprobs
         self.finish_reason = completion.finish_reason
         num_tokens = len(self.row["prompt_ids"]) + len(self.ids)
         for name, column in completion.columns.items():
@@ -72,21 +76,18 @@ class Trajectory:
 
     def tell(self, ids: list[int]) -> None:
         """Append what the policy did not sample."""
-        self._append(ids, 0, [0.0] * len(ids))
-
-    def _append(self, ids: list[int], mask: int, logprobs: list[float]) -> None:
         self.ids += ids
-        self.mask += [mask] * len(ids)
-        self.logprobs += logprobs
+        self.mask += [0] * len(ids)
+        self.logprobs += [0.0] * len(ids)
 
     def sample(self, outcome: Outcome | None = None) -> Sample:
         """The response as it is now, with what the partner says of it."""
-        tokens = (self.row["prompt_ids"], self.ids, self.mask, self.logprobs)
-        num_tokens, columns = len(self.row["prompt_ids"]) + len(self.ids), {}
+        prompt, ids, mask, logprobs = map(np.asarray, (self.row["prompt_ids"], self.ids, self.mask, self.logprobs))
+        num_tokens, columns = len(prompt) + len(ids), {}
         for name, x in self.columns.items():  # the last token, and what was told after it, may be missing
             columns[name] = np.full((num_tokens, *x.shape[1:]), unknown(x), x.dtype)
             columns[name][: len(x)] = x
-        return Sample(*tokens, self.finish_reason, self.row["row_index"], outcome, columns)
+        return Sample(prompt, ids, mask, logprobs, self.finish_reason, self.row["row_index"], outcome, columns)
 
 
 class Partner(Protocol):
@@ -94,6 +95,9 @@ class Partner(Protocol):
 
     It may keep what it likes for each response from `begin` to `end`, and set `finish_reason` of one that it ends.
     """
+
+    # The text of a row's prompt as the partner wants the policy to read it: see `rl.data.encode.encode_prompts`.
+    prompt_text: Callable[..., str]
 
     def begin(self, x: Trajectory, seed: int) -> None:
         """Begin a response of which nothing was sampled; `answers` says what it goes on behind. The seed is that of its
@@ -113,6 +117,9 @@ class Partner(Protocol):
     def end(self, x: Trajectory) -> Outcome:
         """Forget a response, which is complete or given up. Returns what there is to say of it."""
 
+    def outcome_of(self, text: str) -> Outcome:
+        """What `end` would return if the policy said only this text. Reward functions are tried on it."""
+
 
 class Loop:
     """Groups of responses in flight over one engine. Ranks that share it make all calls together.
@@ -124,11 +131,11 @@ class Loop:
     def __init__(self, engine: Engine, partner: Partner | None = None, *, seed: int = 0):
         self.engine, self.partner, self.seed = engine, partner, seed
         self.count = 0  # responses that were ever started
-        # Groups that are not complete: their size, and the responses that are done. Nothing is kept of others.
-        self.groups: dict[Hashable, tuple[int, dict[int, Sample]]] = {}
-        self.trajectories: dict[Hashable, Trajectory] = {}  # those that are not, by group and number
-        self.waiting: set[Hashable] = set()  # those of them that the partner is asked for
-        self.pending: list[Hashable] = []  # those of them that the engine is still to be asked for
+        self.trajectories: dict[Key, Trajectory] = {}  # responses that are not complete
+        # The responses that are complete, by number, of groups that are not. Nothing is kept of other groups.
+        self.complete: dict[Hashable, dict[int, Sample]] = {}
+        self.waiting: set[Key] = set()  # trajectories that the partner is asked for
+        self.pending: list[Key] = []  # trajectories that the engine is still to be asked for
 
     def start(self, name: Hashable, row: Row, sampling: Sampling, seed: int | None = None) -> None:
         """Begin `sampling.n` responses to a row. `name` comes back with the group. With a seed of their own they depend
@@ -136,23 +143,15 @@ class Loop:
         """
         origin = (self.seed, row["row_index"]) if seed is None else (seed,)
         has_seed = self.partner is not None or seed is not None
-        self.groups[name] = sampling.n, {}
         self.count += sampling.n
         for j in range(sampling.n):
-            key = name, j
-            x = self.trajectories[key] = Trajectory(key, row, sampling, derive_seed(*origin, j) if has_seed else None)
+            x = Trajectory((name, j), row, sampling, derive_seed(*origin, j) if has_seed else None)
+            self.trajectories[x.key] = x
             if self.partner is None:
-                self.pending.append(key)
+                self.pending.append(x.key)
             else:
                 self.partner.begin(x, derive_seed(*origin))
-                self.waiting.add(key)
-
-    def go_on(self, name: Hashable, size: int, done: dict[int, Sample], rest: Sequence[Trajectory]) -> None:
-        """Go on with a group of `size` responses: those that are done, by number, and the rest, which has begun."""
-        self.groups[name] = size, done
-        self.count += size
-        self.trajectories |= {x.key: x for x in rest}
-        self.pending += [x.key for x in rest]
+                self.waiting.add(x.key)
 
     def is_open(self) -> bool:
         """Whether any response is in flight, of this rank or of one that shares the engine."""
@@ -165,14 +164,14 @@ class Loop:
         """Sample about one more token of each response; returns the groups that are complete now."""
         done = []
         for completion in self.engine.step():
-            key = completion.key
-            if (x := self.trajectories.get(key)) is None or key in self.waiting:
-                which = f"response {key[1]} to prompt {key[0]}"
+            if (x := self.trajectories.get(completion.key)) is None or x.key in self.waiting:
+                name, j = completion.key
+                which = f"response {j} to prompt {name}"
                 raise RuntimeError(f"the engine returned {which}, which it had returned before or was not asked for")
             x.take(completion)
             x.turns += 1
             if self.partner is not None and self.partner.after(x):
-                self.waiting.add(key)
+                self.waiting.add(x.key)
             else:
                 done += self._finish(x)
         for x, ids in self.partner.answers(IDLE_WAIT_S * self.engine.is_idle) if self.partner else ():
@@ -185,9 +184,12 @@ class Loop:
         return done
 
     def run(self, enough: Callable[[], bool] | None = None) -> Iterator[tuple[Hashable, list[Sample]]]:
-        """`step` until nothing is in flight, the run is asked to stop, or all ranks of the engine have `enough`."""
+        """`step` until nothing is in flight, the run is asked to stop, or all ranks of the engine have `enough`. Raises
+        RuntimeError, naming a row, if the engine has nothing left to sample and a response has not come.
+        """
         for num_steps in itertools.count():
             if not self.is_open():
+                self._check_complete()
                 return
             # Ranks of an engine leave together and must ask each other; one alone can look at every token.
             if self.engine.group is None or num_steps % STOP_EVERY == 0:
@@ -205,8 +207,7 @@ class Loop:
         """Let the engine go on with what it does not have: each response behind the tokens that it has."""
         self.pending = [key for key in self.trajectories if key not in self.waiting]
 
-    def check_complete(self) -> None:
-        """Raise RuntimeError, naming a row, if the engine has nothing left to sample and a response has not come."""
+    def _check_complete(self) -> None:
         if self.trajectories:
             row, num_open = next(iter(self.trajectories.values())).row["row_index"], len(self.trajectories)
             raise RuntimeError(f"the engine lost {num_open} of {self.count} responses, one to row {row} among them")
@@ -214,17 +215,18 @@ class Loop:
     def abandon(self) -> None:
         """Give up all responses in flight."""
         self.engine.abort()
-        for x in self.trajectories.values() if self.partner else ():
-            self.partner.end(x)
-        self.groups, self.trajectories, self.waiting, self.pending = {}, {}, set(), []
+        if self.partner is not None:
+            for x in self.trajectories.values():
+                self.partner.end(x)
+        self.trajectories, self.complete, self.waiting, self.pending = {}, {}, set(), []
 
     def _finish(self, x: Trajectory) -> list[tuple[Hashable, list[Sample]]]:
         """A response is complete; returns its group, if that is."""
         name, j = x.key
-        n, samples = self.groups[name]
+        samples = self.complete.setdefault(name, {})
         samples[j] = x.sample(self.partner.end(x) if self.partner else None)
         del self.trajectories[x.key]
-        if len(samples) < n:
+        if len(samples) < x.sampling.n:
             return []
-        del self.groups[name]
-        return [(name, [samples[j] for j in range(n)])]
+        del self.complete[name]
+        return [(name, [samples[j] for j in range(x.sampling.n)])]

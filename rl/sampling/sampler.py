@@ -23,7 +23,7 @@ from rl.model.load import weights_for_engine
 from rl.ranks import Ranks
 from rl.sampling.engines import Engine
 from rl.sampling.engines.flags import EngineFlags
-from rl.sampling.evaluation import evaluate
+from rl.sampling.evaluation import summarize
 from rl.sampling.flags import Validation
 from rl.sampling.groups import sample_groups
 from rl.sampling.loop import Partner
@@ -122,10 +122,17 @@ class Sampler:
         """The prompts of a step, on all ranks; this rank's responses to its share of them, groups side by side; and a
         ticket for the scores of each group.
         """
-        task, rows = self.task, self.prompts(step)
-        own_rows, seed = self.ranks.own_slice(rows), derive_seed(task.seed, step, self.engine.first_rank)
-        on_group = self.scorer.submit
-        return rows, *sample_groups(self.engine, own_rows, task.sampling, on_group, task.partner, seed=seed)
+        rows = self.prompts(step)
+        return rows, *self.ask(self.ranks.own_slice(rows), self.task.sampling, step)
+
+    def ask(
+        self, own_rows: Sequence[Row], sampling: Sampling | Sequence[Sampling], *step: int
+    ) -> tuple[list[Sample], list[Ticket]]:
+        """Responses to prompts of this rank, sampled in this way or each in its own, and a ticket for the scores of
+        each group. What is sampled is a function of --seed and `step`, and of the weights.
+        """
+        task, seed = self.task, derive_seed(self.task.seed, *step, self.engine.first_rank)
+        return sample_groups(self.engine, own_rows, sampling, self.scorer.submit, task.partner, seed=seed)
 
     def collect(self, tickets: Sequence[Ticket]) -> list[Score]:
         """Wait for the scores of this rank's samples."""
@@ -143,12 +150,13 @@ class Sampler:
         self.end_phase("verify")
 
     def evaluate(self, policy: nn.Module) -> Evaluation:
-        """Score responses of the policy to held-out prompts."""
+        """Score --val-n responses of the policy to each held-out prompt, sampled as the other --val flags say."""
         self.wake(policy)
-        task, engine, ranks = self.task, self.engine, self.ranks
-        return evaluate(
-            engine, self.scorer, task.val_rows, task.sampling, task.validation, ranks, task.partner, seed=task.seed
-        )
+        task, own_rows = self.task, self.ranks.own_slice(self.task.val_rows)
+        own_samples, tickets = self.ask(own_rows, task.validation.settings(task.sampling))
+        own_samples = with_scores(own_samples, self.scorer.collect(tickets))
+        shown = task.val_rows[: task.validation.log_val_generations]
+        return summarize(own_rows, own_samples, task.tokenizer, self.ranks, shown=shown)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to hold of this rank's sampler: nothing here, since prompts and seeds follow from the

@@ -96,7 +96,7 @@ def main(model: str, game: str, out: str, engine_name: str, tensor_parallel_size
         slowest = max(slowest, *unread.values(), 0)
         for _, group in loop.step():
             samples += group
-    loop.check_complete()
+    assert not loop.trajectories
     gap = check_engine(policy, samples, Sampling(temperature=TEMPERATURE), rollout, ranks, num_probe=100)
     learnt = [replace(s, response_mask=np.ones_like(s.response_mask)) for s in samples]  # what it was told, too
     try:

@@ -1,6 +1,5 @@
 """train_async.py and its samplers for real: equal to train_grpo.py without staleness, and no older than it says."""
 
-import itertools
 import threading
 import time
 from collections import deque
@@ -39,17 +38,18 @@ def pools(task, tmp_path, monkeypatch):
 
 def seed_by_number():
     """From now on train_grpo.py samples with the seeds that samplers have, not with the global generators."""
-    sample_groups, start, steps = sampler.sample_groups, Loop.start, itertools.count()
+    ask, start = sampler.Sampler.ask, Loop.start
 
-    def sample(*arguments, seed):
-        first = 4 * next(steps)
-        Loop.start = lambda r, name, row, way: start(r, name, row, way, derive_seed(0, first + name))
+    def ask_by_number(self, own_rows, sampling, *step):
+        if not step:  # an evaluation
+            return ask(self, own_rows, sampling)
+        Loop.start = lambda r, name, row, way: start(r, name, row, way, derive_seed(0, 4 * step[0] + name))
         try:
-            return sample_groups(*arguments, seed=seed)
+            return ask(self, own_rows, sampling, *step)
         finally:
             Loop.start = start
 
-    sampler.sample_groups = sample
+    sampler.Sampler.ask = ask_by_number
 
 
 # Up to three turns; the first messages depend on the seed, and every third row has no conversation.

@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3448,
+    "core": 3430,
     "wall": 1684,
-    "import train_grpo": 4421,
+    "import train_grpo": 4403,
     "import sft": 2648,
-    "import eval": 1573,
+    "import eval": 1551,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
@@ -41,7 +41,7 @@ LIMITS = {
     "train_grpo_variants.py": 216,
     "train_ppo.py": 194,
     "train_prime.py": 195,
-    "train_reinforce.py": 189,
+    "train_reinforce.py": 186,
     "train_reward.py": 99,
 }
 
