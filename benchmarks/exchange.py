@@ -22,13 +22,14 @@ import torch.distributed as dist
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from rl.data.batching import make_batch, num_bytes
+from rl.data.batching import make_batch
 from rl.data.types import Sample, Score
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.sampling.responses import gather_responses, scores_of
 from rl.scoring.pool import with_scores
 
 GROUP = 8  # responses to a prompt
+BYTES_PER_TOKEN = 4 + 1 + 4  # of a response on its way to another rank: id, mask, log-prob
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def main(args: Args) -> dict[str, float]:
         found = {"share_s": sharing, "make_batch_s": batching, "total_s": sharing + batching}
         best = min(best or found, found, key=lambda x: x["total_s"])
     moved = [responses[i] for i in batch.rows.tolist() if responses[i].rank != ranks.data_rank]
-    best["tokens_received_mb"] = sum(num_bytes(r) for r in moved) / 1e6
+    best["tokens_received_mb"] = sum(BYTES_PER_TOKEN * r.response_length for r in moved) / 1e6
     best["batch_mb"] = sum(x.nbytes for x in batch.tensors().values()) / 1e6
     if ranks.is_main:
         print(json.dumps({"ranks": ranks.size, "responses": args.responses, "tokens": args.tokens, **best}))

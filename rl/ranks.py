@@ -99,18 +99,20 @@ class Ranks:
         count = torch.tensor(len(own), dtype=torch.float64)
         return self.all_reduce_sum(torch.stack([own.double().sum(), count])).tolist()
 
-    def send(self, parcels: Sequence[bytes], sizes: Sequence[int]) -> list[bytes]:
+    def send(self, parcels: Sequence[bytes]) -> list[bytes]:
         """Give each data rank its parcel; returns what this rank gets from each. All data ranks must enter.
 
-        Args: parcels, one for each rank; sizes, bytes that will come from each.
+        Args: parcels, one for each rank.
         """
         if self.data_size == 1:
             return list(parcels)
+        outgoing, incoming = torch.tensor([len(x) for x in parcels]), torch.empty(self.data_size, dtype=torch.int64)
+        dist.all_to_all_single(incoming, outgoing, group=self.data_group)  # how many bytes are about to come
+        received = torch.empty(int(incoming.sum()), dtype=torch.uint8)
         # One byte too many, since frombuffer takes no empty buffer.
-        outgoing = torch.frombuffer(bytearray(b"".join([*parcels, b"\0"])), dtype=torch.uint8)[:-1]
-        incoming = torch.empty(sum(sizes), dtype=torch.uint8)
-        dist.all_to_all_single(incoming, outgoing, list(sizes), [len(x) for x in parcels], group=self.data_group)
-        return [part.numpy().tobytes() for part in incoming.split(list(sizes))]
+        sent = torch.frombuffer(bytearray(b"".join([*parcels, b"\0"])), dtype=torch.uint8)[:-1]
+        dist.all_to_all_single(received, sent, incoming.tolist(), outgoing.tolist(), group=self.data_group)
+        return [part.numpy().tobytes() for part in received.split(incoming.tolist())]
 
 
 def die_with_launcher() -> None:

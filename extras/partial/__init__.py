@@ -55,3 +55,10 @@ def loaded_groups(states: Sequence[Any], rows: Sequence[Any], n: int, ranks: Any
     from extras.partial.waiting_groups import from_states
 
     return from_states(states, ByIndex(rows), n, ranks)
+
+
+def sample_of(saved: dict[str, Any]) -> Any:
+    """The sample whose `vars` a checkpoint has held: see `saved.sample_of`."""
+    from extras.partial.saved import sample_of
+
+    return sample_of(saved)

@@ -1,4 +1,4 @@
-"""Groups of responses in flight, as a checkpoint holds them."""
+"""Samples, and groups of responses in flight, as a checkpoint holds them."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -6,8 +6,23 @@ from typing import Any
 import numpy as np
 
 from rl.data.rows import Row
-from rl.data.types import OLD_RESPONSES, Sample, Sampling, sample_of
+from rl.data.types import Outcome, Sample, Sampling, Score
 from rl.sampling.loop import Loop, Trajectory
+
+FIELDS = Sample.__dataclass_fields__.keys()
+OLD_RESPONSES = (
+    "an older version has written the responses in the checkpoint: continue with it, or take another --experiment-name"
+)
+
+
+def sample_of(saved: dict[str, Any]) -> Sample:
+    """The sample whose `vars` a checkpoint has held, where JSON has made lists of tuples. Raises ValueError for one
+    that an older version has written.
+    """
+    if saved.keys() != FIELDS:
+        raise ValueError(OLD_RESPONSES)
+    outcome, score = saved["outcome"] and Outcome(*saved["outcome"]), saved["score"] and Score(*saved["score"])
+    return Sample(**saved | {"outcome": outcome, "score": score})
 
 
 def saved_group(row: Row, done: dict[int, Sample]) -> dict[str, Any]:
@@ -32,7 +47,7 @@ def check_groups(groups: Sequence[dict[str, Any]]) -> None:
     """Raise ValueError if an older version has saved one of the groups, so that `restore` cannot read it."""
     done = [sample for group in groups for _, sample in group["done"]]
     columns = [columns for group in groups for _, _, _, _, columns, *_ in group["open"]]
-    if any("layout" not in x for x in done) or not all(isinstance(x, dict) for x in columns):
+    if any(x.keys() != FIELDS for x in done) or not all(isinstance(x, dict) for x in columns):
         raise ValueError(OLD_RESPONSES)
 
 

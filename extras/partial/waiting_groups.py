@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from extras.partial.saved import sample_of
 from rl.data.rows import Row
-from rl.data.types import Sample, sample_of
+from rl.data.types import Sample
 from rl.ranks import Ranks
 
 Saved = list[list[dict[str, Any]]]  # for each group its responses, and the tokens of those that the rank has

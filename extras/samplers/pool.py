@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from extras.partial import sample_of
 from extras.samplers import SamplerFlags, Work
 from extras.samplers.dispatcher import Dispatcher
 from extras.samplers.prompts import Group, Prompts
@@ -30,7 +31,7 @@ from rl import console, stop
 from rl.console import say
 from rl.data.rows import Row
 from rl.data.template import rendering_of
-from rl.data.types import Evaluation, Sample, sample_of
+from rl.data.types import Evaluation, Sample
 from rl.ranks import Ranks
 from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.evaluation import summarize

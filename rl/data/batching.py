@@ -1,9 +1,9 @@
 """From samples to tensors, and from a step's rows to micro-batches that every rank can run in lockstep."""
 
 import bisect
-import io
 import itertools
 import math
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from rl.data.types import Batch, Sample, unknown
 from rl.ranks import Ranks
 
-BYTES_PER_TOKEN = 4 + 1 + 4  # of a response on its way to another rank: id, mask, log-prob
-
 
 class Update(NamedTuple):
     """One optimizer step: its mini-batch, and this rank's share of it in micro-batches that fit into the memory."""
@@ -26,12 +24,6 @@ class Update(NamedTuple):
     num_tokens: float  # of the mini-batch that are learned from, on all ranks
     num_seqs: float  # sequences with such tokens, likewise
     rows_of_rank: list[list[int]]  # every data rank's rows, ascending
-
-    def numbered(self, rows: Sequence[int]) -> "Update":
-        """The same with rows[i] in the place of every number i; `rows` ascends within a mini-batch."""
-        micro_batches = [[rows[i] for i in x] for x in self.micro_batches]
-        rows_of_rank = [[rows[i] for i in x] for x in self.rows_of_rank]
-        return self._replace(rows=[rows[i] for i in self.rows], micro_batches=micro_batches, rows_of_rank=rows_of_rank)
 
 
 def collate(
@@ -50,11 +42,13 @@ def collate(
     ids, mask, logp = np.full((B, T), pad_id, np.int64), np.zeros((B, T), np.float32), np.zeros((B, T), np.float32)
     columns: dict[str, np.ndarray] = {}
     for i, s in enumerate(samples):
-        sizes = [len(x) for x in (s.response_ids, s.response_mask, s.rollout_logprobs)]
-        assert len(set(sizes)) == 1, f"row {s.row_index}: {sizes[0]} ids, {sizes[1]} mask entries, {sizes[2]} log-probs"
         start, end = len(s.prompt_ids), s.num_tokens
-        ids[i, :start], ids[i, start:end] = s.prompt_ids, s.response_ids
-        mask[i, start:end], logp[i, start:end] = s.response_mask, s.rollout_logprobs
+        ids[i, :start] = s.prompt_ids
+        of_response = {"ids": s.response_ids, "mask entries": s.response_mask, "log-probs": s.rollout_logprobs}
+        for padded, (kind, x) in zip((ids, mask, logp), of_response.items(), strict=True):
+            assert x is not None, f"row {s.row_index}: another rank has the {kind}"
+            assert len(x) == end - start, f"row {s.row_index}: {end - start} ids, {len(x)} {kind}"
+            padded[i, start:end] = x
         for name, x in s.columns.items():
             columns.setdefault(name, np.full((B, T, *x.shape[1:]), unknown(x), x.dtype))[i, :end] = x
     lengths = torch.tensor([s.num_tokens for s in samples], dtype=torch.long)
@@ -130,6 +124,7 @@ def plan_updates(
     shared: Sequence[int] = (),
     learned: Sequence[int] = (),
     rows_per_unit: int = 1,
+    names: Sequence[int] = (),
 ) -> list[Update]:
     """Cut a step's rows into optimizer steps, and those into this rank's micro-batches; see `plan_micro_batches`.
 
@@ -139,10 +134,12 @@ def plan_updates(
         max_tokens, shared: as for `plan_micro_batches`.
         learned: tokens of every row that the loss counts, for `num_tokens` and `num_seqs`; by default all.
         rows_per_unit: so many rows, such as 2 of a pair, share a micro-batch, even one of more than `max_tokens`.
+        names: what the updates call the rows, ascending within a mini-batch; by default 0, 1, ...
 
     Raises ValueError if a mini-batch would cut a unit apart.
     """
     n, shared, learned = rows_per_unit, shared or [0] * len(lengths), learned or lengths
+    names = names or range(len(lengths))
     if mini_batch_size % n or len(lengths) % n:
         raise ValueError(f"{mini_batch_size} of {len(lengths)} rows are no multiple of {n}, which belong together")
     members = [range(k * n, (k + 1) * n) for k in range(len(lengths) // n)]  # the rows of every unit
@@ -152,10 +149,11 @@ def plan_updates(
     for start in range(0, len(lengths), mini_batch_size):
         mini = range(start, min(start + mini_batch_size, len(lengths)))
         plan = plan_micro_batches(units, range(mini.start // n, mini.stop // n), **limits)
-        plan = [[[i for unit in micro for i in members[unit]] for micro in micros] for micros in plan]
+        plan = [[[names[i] for unit in micro for i in members[unit]] for micro in micros] for micros in plan]
         rows_of_rank = [sorted(i for micro in micros for i in micro) for micros in plan]
         num_tokens, num_seqs = sum(learned[i] for i in mini), sum(learned[i] > 0 for i in mini)
-        updates.append(Update(mini, plan[ranks.data_rank], float(num_tokens), float(num_seqs), rows_of_rank))
+        rows = names[mini.start : mini.stop]
+        updates.append(Update(rows, plan[ranks.data_rank], float(num_tokens), float(num_seqs), rows_of_rank))
     return updates
 
 
@@ -186,7 +184,7 @@ def make_batch(
     must enter.
     """
     if trainable is None:
-        trainable = torch.tensor([r.score.value is not None for r in responses], dtype=torch.bool)
+        trainable = torch.tensor([bool(r.score and r.score.value is not None) for r in responses], dtype=torch.bool)
     order = list(range(len(responses)))
     if shuffle_seed is not None:
         assert rows_per_unit == 1, "a shuffle would tear units apart"
@@ -197,8 +195,7 @@ def make_batch(
     lengths, shared = [r.num_tokens for r in in_order], _shared(in_order, ranks)
     learned = [r.num_sampled * int(x) for r, x in zip(in_order, trainable[order].tolist(), strict=True)]
     limits = dict(mini_batch_size=mini_batch_size, max_tokens=max_tokens, rows_per_unit=rows_per_unit)
-    plan = plan_updates(lengths, ranks=ranks, shared=shared, learned=learned, **limits)
-    updates = [update.numbered(order) for update in plan]
+    updates = plan_updates(lengths, ranks=ranks, shared=shared, learned=learned, names=order, **limits)
     rows_of_rank = [sorted(i for u in updates for i in u.rows_of_rank[rank]) for rank in range(ranks.data_size)]
     samples = _deliver(responses, rows_of_rank, ranks)
     batch = collate(samples, rows=rows_of_rank[ranks.data_rank], width=max(lengths, default=1))
@@ -207,9 +204,8 @@ def make_batch(
     for update in updates:
         totals[update.rows] = float(sum(responses[i].num_tokens for i in update.rows))
     columns = dict(batch.columns)
-    versions = columns.pop("versions", None)
+    versions = columns.pop("versions", torch.full_like(batch.input_ids, torch.iinfo(torch.int32).max))  # or unknown
     if version is not None:
-        versions = torch.full_like(batch.input_ids, version + 1) if versions is None else versions  # nobody knows them
         columns["ages"] = torch.where(versions <= version, version - versions, -1)
     return replace(batch, share=batch.lengths / totals[batch.rows], columns=columns), updates
 
@@ -236,30 +232,16 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 def _deliver(responses: Sequence[Sample], rows_of_rank: list[list[int]], ranks: Ranks) -> list[Sample]:
     """The samples of this rank's rows. Each rank sends the tokens that others train on, and nothing else."""
-    me, mine = ranks.data_rank, [responses[i] for i in rows_of_rank[ranks.data_rank]]
-    parcels, sizes = [b""] * ranks.data_size, [0] * ranks.data_size
+    me, parcels = ranks.data_rank, []
     for rank, rows in enumerate(rows_of_rank):
-        if rank != me:
-            sent = [responses[i] for i in rows if responses[i].rank == me]
-            arrays = [(s.response_ids, s.response_mask, s.rollout_logprobs, *s.columns.values()) for s in sent]
-            parcels[rank] = b"".join(x.tobytes() for xs in arrays for x in xs)
-            sizes[rank] = sum(num_bytes(s) for s in mine if s.rank == rank)
-    received = [io.BytesIO(parcel) for parcel in ranks.send(parcels, sizes)]
-    return [s if s.rank == me else _unpack(s, received[s.rank]) for s in mine]
+        sent = [responses[i] for i in rows if responses[i].rank == me != rank]
+        tokens = [(s.response_ids, s.response_mask, s.rollout_logprobs, s.columns) for s in sent]
+        parcels.append(pickle.dumps(tokens))
+    received = [iter(pickle.loads(parcel)) for parcel in ranks.send(parcels)]
 
+    def with_tokens(s: Sample) -> Sample:
+        ids, mask, logprobs, columns = next(received[s.rank])
+        return replace(s, response_ids=ids, response_mask=mask, rollout_logprobs=logprobs, columns=columns)
 
-def num_bytes(s: Sample) -> int:
-    """Of a response on its way to another rank."""
-    of_columns = sum(math.prod(shape) * np.dtype(dtype).itemsize for _, dtype, shape in s.layout)
-    return BYTES_PER_TOKEN * s.response_length + of_columns * s.num_tokens
-
-
-def _unpack(s: Sample, parcel: io.BytesIO) -> Sample:
-    """The sample with its tokens, which are the next of a parcel."""
-
-    def array(dtype: str, *shape: int) -> np.ndarray:
-        return np.frombuffer(parcel.read(math.prod(shape) * np.dtype(dtype).itemsize), dtype).reshape(shape)
-
-    ids, mask, logprobs = (array(dtype, s.response_length) for dtype in ("int32", "int8", "float32"))
-    columns = {name: array(dtype, s.num_tokens, *shape) for name, dtype, shape in s.layout}
-    return replace(s, response_ids=ids, response_mask=mask, rollout_logprobs=logprobs, columns=columns)
+    mine = [responses[i] for i in rows_of_rank[me]]
+    return [s if s.rank == me else with_tokens(s) for s in mine]

@@ -124,7 +124,6 @@ class Sample:
     data_source: str = ""  # of its row
     response_length: int = 0  # tokens
     num_sampled: int = 0  # those of them that the policy sampled
-    layout: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # of each column: name, dtype, shape of a token's entry
     rank: int = 0  # the rank that sampled it, and has its tokens
     number: int = 0  # its place among the samples of that rank
     shared: int = 0  # how many tokens it has in common with the sample before it, counted from the start of the prompt
@@ -134,11 +133,9 @@ class Sample:
         for name, dtype in dtypes.items():
             if (x := getattr(self, name)) is not None:
                 object.__setattr__(self, name, np.asarray(x, dtype))
-        if self.has_tokens:
+        if self.response_ids is not None and self.response_mask is not None:
             object.__setattr__(self, "response_length", len(self.response_ids))
             object.__setattr__(self, "num_sampled", int(self.response_mask.sum()))
-            layout = tuple((name, x.dtype.str, x.shape[1:]) for name, x in self.columns.items())
-            object.__setattr__(self, "layout", layout)
 
     @property
     def has_tokens(self) -> bool:
@@ -157,25 +154,9 @@ class Sample:
 
     def without_tokens(self) -> "Sample":
         """What ranks know of it that do not have the tokens."""
-        none = dict.fromkeys(("response_ids", "response_mask", "rollout_logprobs"))
         score, outcome = self.score and self.score._replace(text=""), self.outcome and self.outcome.for_other_ranks()
+        none = dict.fromkeys(("response_ids", "response_mask", "rollout_logprobs"))
         return replace(self, **none, columns={}, score=score, outcome=outcome)
-
-
-OLD_RESPONSES = (
-    "an older version has written the responses in the checkpoint: continue with it, or take another --experiment-name"
-)
-
-
-def sample_of(saved: dict[str, Any]) -> Sample:
-    """The sample whose `vars` a checkpoint has held: JSON makes lists of tuples. Raises ValueError for one of a version
-    that knew no outcomes and no columns.
-    """
-    if "layout" not in saved:
-        raise ValueError(OLD_RESPONSES)
-    outcome, score = saved["outcome"] and Outcome(*saved["outcome"]), saved["score"] and Score(*saved["score"])
-    layout = tuple((name, dtype, tuple(shape)) for name, dtype, shape in saved["layout"])
-    return Sample(**saved | {"outcome": outcome, "score": score, "layout": layout})
 
 
 @dataclass(frozen=True)
@@ -207,7 +188,7 @@ class Batch:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors that the batch has by name, those of the columns too."""
-        return {name: x for name, x in (vars(self) | self.columns).items() if isinstance(x, torch.Tensor)}
+        return {name: x for name, x in {**vars(self), **self.columns}.items() if isinstance(x, torch.Tensor)}
 
     def map(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> "Batch":
         """The batch with change(name, x) in the place of every tensor x that it has, those of the columns too."""

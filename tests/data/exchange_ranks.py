@@ -145,7 +145,7 @@ def collectives(ranks: Ranks) -> dict:
     """Each collective by itself."""
     me, size = ranks.data_rank, ranks.data_size
     parcels = [bytes([me, to]) * (3 * me * to) for to in range(size)]  # from and to rank 0 there are empty ones
-    received = ranks.send(parcels, [6 * sender * me for sender in range(size)])
+    received = ranks.send(parcels)
     third = torch.full((5,), 0.1)  # of which the last rank has none
     nothing = torch.zeros(2, 3)
     # Rank 0 has three equal numbers, any other a single larger one, which it would have to give up if ties decided.
@@ -154,7 +154,7 @@ def collectives(ranks: Ranks) -> dict:
     return {
         "largest": token_selection.largest(*some, size, ranks, ties=ties),
         "received": received,
-        "nothing sent": ranks.send([b""] * size, [0] * size),
+        "nothing sent": ranks.send([b""] * size),
         "slices": [ranks.own_slice(list(range(n))) for n in (0, 1, 3, 8, 11)],
         "restored": [ranks.all_gather(ranks.own_slice(list(range(n)))) for n in (0, 1, 3, 8, 11)],
         "sum": ranks.all_reduce_sum(torch.tensor([1.0, float(me)])),

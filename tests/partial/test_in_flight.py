@@ -100,7 +100,7 @@ def test_a_resumed_stream_samples_the_same_tokens(engine, tmp_path):
 
 @pytest.mark.parametrize("kind", ["open", "done"])
 def test_groups_that_an_older_version_saved_are_refused_by_all_ranks(kind):
-    """It saved versions as spans in the place of columns, and responses without a layout of columns."""
+    """It saved versions as spans in the place of columns."""
     arrays = np.array([5], np.int32), np.array([1], np.int8), np.array([-1.0], np.float32)
     older = {"open": [0, *arrays, [[3, 1]], None, 0], "done": [0, dict(prompt_ids=[1], policy_versions=[[3, 1]])]}
     group = {"row_index": 0, "prompt_ids": np.array(ROWS[0]["prompt_ids"]), "open": [], "done": [], kind: [older[kind]]}

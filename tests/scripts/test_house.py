@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3430,
+    "core": 3410,
     "wall": 1684,
-    "import train_grpo": 4403,
-    "import sft": 2648,
-    "import eval": 1551,
+    "import train_grpo": 4383,
+    "import sft": 2628,
+    "import eval": 1541,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
