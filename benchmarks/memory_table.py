@@ -66,9 +66,8 @@ def tables(args: Args) -> str:
 def choice(flags: train_grpo.Args, card: str, gpus: int) -> Choice | None:
     """What is chosen for cards of this name; None if nothing fits."""
     hardware = Hardware(int(cards.named(card).card.gib * GIB), ENOUGH, gpus, gpus)
-    least = flags.max_prompt_length + flags.max_response_length
     try:
-        return choose(load_of(flags, hardware, least), flags.memory, hardware)
+        return choose(load_of(flags, hardware), flags.memory, hardware)
     except DoesNotFit:
         return None
 

@@ -82,13 +82,13 @@ def kept(make: Callable, **always: Any) -> Callable:
 def steady_state(args: Args, share: float, rows: list[Row], sampling: Sampling, vocabulary: int) -> list[dict]:
     """The groups that are in flight between two steps, as a checkpoint of `InFlight` has them."""
     settings = {name: getattr(args, name) for name in ("prompts", "rollout_n", "max_length", "mean_length")}
-    flight = simulation.simulate(simulation.Args(**settings), share, steps=20)[1]
+    _, lengths, tokens = simulation.simulate(simulation.Args(**settings), share, steps=20)
     random, loop = np.random.default_rng(1), Loop(None)
     ends, whole = list(sampling.stop_token_ids), {}
-    for name, (row, group) in enumerate(zip(rows, flight, strict=True)):
+    for name, (row, of_group, most) in enumerate(zip(rows, lengths, tokens, strict=True)):
         loop.start(name, row, sampling)
-        for j, length in enumerate(group.lengths):
-            x, n = loop.trajectories[name, j], int(min(length, group.tokens))
+        for j, length in enumerate(of_group):
+            x, n = loop.trajectories[name, j], int(min(length, most))
             ids = random.integers(0, vocabulary, n)
             x.ids = np.where(np.isin(ids, ends), 15, ids).tolist()  # 15: a digit, which ends nothing
             x.mask, x.logprobs = [1] * n, [-float(np.log(vocabulary))] * n

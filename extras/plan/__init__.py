@@ -69,7 +69,7 @@ def budget_of(memory: Any) -> tuple[str, Any]:
     return next((name, value) for name, value in vars(memory).items() if name.endswith("max_token_len_per_gpu"))
 
 
-def with_values(memory: Any, **values: Any) -> Any:
+def with_values(memory: Any, values: dict[str, Any]) -> Any:
     """Memory flags with `values` in the place of `auto`. --param-offload moves the moments too, so --optimizer-offload
     says nothing beside it and is off then.
     """
@@ -88,23 +88,23 @@ def hardware() -> Hardware | None:
     return host.hardware()
 
 
-def settle(args: Any, least: int, of_ranks: Sequence[Any], then: dict[str, Any] | None = None) -> Settled:
+def settle(args: Any, of_ranks: Sequence[Any], then: dict[str, Any] | None = None) -> Settled:
     """Args' memory flags with the cheapest way that fits in the place of `auto`: a pure function. Without a GPU these
     are what is usual.
 
-    Args: least, the tokens that a micro-batch must hold; of_ranks, the `hardware` of each, of which the smallest
-    counts; then, the record of a run that is resumed. Raises ValueError with a sentence if nothing fits.
+    Args: of_ranks, the `hardware` of each, of which the smallest counts; then, the record of a run that is resumed.
+    Raises ValueError with a sentence if nothing fits.
     """
     if None in of_ranks:
         from extras.offload import NO_OFFLOAD
         from rl.model.sharding import UNPLANNED
 
-        usual = UNPLANNED | NO_OFFLOAD | {budget_of(args.memory)[0]: max(USUAL_TOKENS, least)}
-        return Settled(with_values(args.memory, **usual), [], {}, "")
+        usual = UNPLANNED | NO_OFFLOAD | {budget_of(args.memory)[0]: max(USUAL_TOKENS, *args.units.values())}
+        return Settled(with_values(args.memory, usual), [], {}, "")
     from extras.plan import ways
 
     gpu, memory = min(x.gpu for x in of_ranks), min(x.host for x in of_ranks)
-    return ways.settle(args, least, of_ranks[0]._replace(gpu=gpu, host=memory), then)
+    return ways.settle(args, of_ranks[0]._replace(gpu=gpu, host=memory), then)
 
 
 def compiling_pays(args: Any, steps: int, ranks: int) -> bool:

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from extras.plan import budget_of
+from extras.plan import USUAL_TOKENS, budget_of
 from extras.plan.ways import AUTO
 from rl.flags import flat
 from rl.model.checks import read_config
@@ -12,7 +12,6 @@ from rl.model.checks import read_config
 COMPILING = 30.0
 SAVED_PER_TOKEN = 1.5e-10  # in each layer, for each hidden dimension: what stays on the chip between operations
 SAVED_PER_PASS = 3e-3  # in each layer: Python's time for single operations, above all where "selective" looks at each
-TOKENS = 16384  # of a micro-batch whose size is not known yet
 
 
 def seconds_saved(args: Any, steps: int, ranks: int) -> float:
@@ -22,11 +21,10 @@ def seconds_saved(args: Any, steps: int, ranks: int) -> float:
 
     Tokens and micro-batches are those of one rank in a step, whose rows are half as long as they may be, as a guess.
     """
-    v, (_, most) = flat(args), budget_of(args.memory)
-    longest = v["max_length"] if "max_length" in v else v["max_prompt_length"] + v["max_response_length"]
-    rows = v["train_batch_size"] * v.get("rollout_n", args.rows_per_unit)
-    tokens = rows * longest / 2 / ranks
-    passes = math.ceil(tokens / (TOKENS if most == AUTO else most))
+    _, most = budget_of(args.memory)
+    rows = args.train_batch_size * flat(args).get("rollout_n", args.rows_per_unit)
+    tokens = rows * args.longest / 2 / ranks
+    passes = math.ceil(tokens / (USUAL_TOKENS if most == AUTO else most))
     config = read_config(args.model, flag="--model").get_text_config()
     per_layer = tokens * config.hidden_size * SAVED_PER_TOKEN + passes * SAVED_PER_PASS
     return steps * config.num_hidden_layers * per_layer

@@ -30,10 +30,8 @@ def host_memory(root: Path = Path("/")) -> int:
     return min(limits)
 
 
-def hardware() -> Hardware | None:
-    """See `extras.plan.hardware`."""
-    if not torch.cuda.is_available():
-        return None
+def hardware() -> Hardware:
+    """What this rank sees, if it has a GPU."""
     ranks, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if local > (there := torch.cuda.device_count()):
         raise ValueError(f"torchrun --nproc_per_node {local}: this machine has {there} GPU(s); start one rank for each")

@@ -171,39 +171,36 @@ def engine_weights(x: Engine) -> float:
 
 def sequence_bytes(x: Engine) -> float:
     """Bytes of keys and values, 16 bits each, of the longest sequence. GPUs that share an engine divide the heads."""
-    tokens = math.ceil(x.length / BLOCK) * BLOCK
-    return 2 * x.sizes.cache_tokens(tokens) / min(x.shared_by, max(1, x.sizes.key_heads))
+    entries = x.sizes.cached(math.ceil(x.length / BLOCK) * BLOCK) + x.sizes.state
+    return 2 * entries / min(x.shared_by, max(1, x.sizes.key_heads))
 
 
 def pass_bytes(model: Model, load: Load, way: Way, *, learns: bool) -> float:
     """What a pass over a micro-batch needs besides weights and gradients."""
-    s, n, a = model.sizes, load.shards, sum(model.learned) if model.rank else 0
+    s, n, a = model.sizes, load.shards, sum(model.sizes.adapters(model.rank))
     tokens = max(way.tokens, load.longest)
     layer, count = s.largest, len(s.layers)
-    results = sum(x.results - x.last + x.attention for x in s.layers)
+    results = sum(x.results + x.attention for x in s.layers)
     if a and learns:
         results += sum(out + model.rank for x in s.layers for _, out in x.adapted)
     per_layer = results / count
     alone = n == 1 and not way.param_offload
-    gathered = (
-        2.0 * (a or s.total) if alone and learns else 2.0 * s.total if alone else 2.0 * (s.root + 2 * layer.parameters)
-    )
+    gathered = 2.0 * (s.root + 2 * layer.parameters)
+    if alone:
+        gathered = 2.0 * (a if a and learns else s.total)
     of_logits, of_layer = (10, 4) if load.compiles else (18, 8)  # bytes
     logits = of_logits * s.vocabulary * min(tokens, HEAD_CHUNK) if s.head else 0
     if not learns:
         return gathered + max(2 * tokens * per_layer, logits)
-    inner = sum(x.inner for x in s.layers)
     kept = {
         "full": 2 * s.hidden * count,
         "selective": 2 * (s.hidden * count + results),
-        "none": 2 * (3 * s.hidden * count + results + inner),
+        "none": 2 * (3 * s.hidden * count + results + s.inner),
     }[way.checkpointing]
     if way.checkpointing == "none" and s.head:
         kept += (2 if load.compiles else 8) * s.vocabulary
     parts = 6 + 4 / n
-    in_layer, in_root = (sum(x) for x in ((layer.parameters,), (s.root,)))
-    if a:
-        in_layer, in_root = a / count, 0
+    in_layer, in_root = (a / count, 0) if a else (layer.parameters, s.root)
     summed = 0.0 if alone else parts * in_layer + 2 * min(s.head, in_root)
     at_the_end = 0.0 if alone else parts * max(in_root, in_layer)
     return gathered + max(tokens * kept + max(of_layer * tokens * per_layer + summed, logits), at_the_end)

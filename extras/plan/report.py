@@ -2,35 +2,36 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from extras.plan import Hardware, PlanFlags, budget_of, compiling_pays, seconds
 from extras.plan.cards import GIB, PER_HOST, Machine, named
-from extras.plan.memory import engine_bytes, least_engine
-from extras.plan.seconds import Costs
-from extras.plan.step import Setting, Step, costs_of, engine_of, generate_s, step_of, trainers_of
-from extras.plan.ways import AUTO, Choice, DoesNotFit, choose, load_of, spell
-from extras.plan.work import Work, longest, script_of, work_of
-from rl.flags import change, check_limits, flat, spelled
-from rl.model.checks import read_config
+from extras.plan.memory import Model, engine_bytes
+from extras.plan.step import Setting, Step, generate_s, step_of
+from extras.plan.ways import AUTO, Choice, DoesNotFit, by_phase, check_share, choose, engine_of, load_of, spell
+from extras.plan.work import Work, work_of
+from rl.flags import change, check_limits, flat
+from rl.model.checks import check_heads
 
 
-def choice_of(args: Any, machine: Machine, ranks: int) -> Choice:
-    """The memory flags that the program would choose, and the memory that the run takes. Raises DoesNotFit."""
-    gpu, host = machine.card.gib * GIB, machine.host_gib * GIB
-    hardware, least, v = Hardware(int(gpu), int(host), ranks, min(ranks, PER_HOST)), longest(args), flat(args)
-    choice = choose(load_of(args, hardware, least), args.memory, hardware)
-    if "samplers" not in v:
-        return choice
-    sampler = engine_of(v, v["max_prompt_length"] + v["max_response_length"])
-    if (least := least_engine(sampler)) > sampler.share * gpu:
-        raise DoesNotFit(
-            f"a sampler needs {least / GIB:.1f} GiB for the weights and one sequence, and --gpu-memory-utilization "
-            f"{sampler.share:g} leaves it {sampler.share * gpu / GIB:.1f} of {gpu / GIB:.1f}; raise that, or use GPUs "
-            "with more memory"
+def trainers_of(args: Any, machine: Machine) -> int:
+    """GPUs that train. Raises ValueError if the flags do not fit the number of GPUs."""
+    v = flat(args)
+    samplers, shared_by = v.get("samplers", 0), v.get("tensor_model_parallel_size", 1)
+    ranks = machine.gpus - samplers
+    if ranks < 1:
+        raise ValueError(
+            f"--samplers {samplers} leaves no GPU of {machine.gpus} to train on; start fewer, or name more GPUs"
         )
-    phases = choice.needed.phases | {"sampling, on the GPUs of samplers": engine_bytes(sampler, gpu)}
-    return choice._replace(needed=choice.needed._replace(phases=phases))
+    if ranks % shared_by:
+        raise ValueError(
+            f"--tensor-model-parallel-size {shared_by} does not divide the {ranks} GPUs; name a multiple of it"
+        )
+    if (size := v["fsdp_size"]) is not None and (size < 1 or ranks % size):
+        raise ValueError(f"--fsdp-size {size} does not divide the {ranks} GPUs that train; choose a divisor")
+    check_heads(args.model, shared_by)
+    return ranks
 
 
 class Plan(NamedTuple):
@@ -39,7 +40,7 @@ class Plan(NamedTuple):
     script: str
     machine: Machine
     work: Work
-    policy: Costs
+    policy: Model
     choice: Choice
     compiles: bool
     step: Step | None  # None if nothing is known about the speed of the GPUs
@@ -57,41 +58,46 @@ class Plan(NamedTuple):
 
 def plan_of(args: Any, machine: Machine, response_length: float | None = None) -> Plan:
     """The plan of a run. Raises ValueError if it does not fit, and for flags that cannot be planned."""
-    for flag in ("model", "critic_model", "prm_model", "teacher_model", "reward_model"):
-        path = flat(args).get(flag)
-        if path and not (flag == "teacher_model" and args.teacher.teacher_url):
-            read_config(path, flag=spelled(flag))
-    ranks, work = trainers_of(args, machine), work_of(args, response_length)
+    work = work_of(args, response_length)
+    ranks, card, v = trainers_of(args, machine), machine.card, flat(args)
     if args.memory.compile == AUTO:  # a run whose steps are not known is taken for a long one
         args = change(args, compile=work.steps is None or compiling_pays(args, work.steps, ranks))
-    choice = choice_of(args, machine, ranks)
-    run, policy = Setting(args, machine, choice.way), costs_of(args.model, args.lora)
+    hardware = Hardware(int(card.gib * GIB), int(machine.host_gib * GIB), ranks, min(ranks, PER_HOST))
+    load = load_of(args, hardware)
+    choice, policy = choose(load, args.memory, hardware), load.models[0]
+    engine = engine_of(v, policy.sizes, args.longest) if work.prompts else None
+    if "samplers" in v:
+        check_share(engine, hardware.gpu)
+        on_samplers = {"sampling, on the GPUs of samplers": engine_bytes(engine, card.gib * GIB)}
+        choice = choice._replace(needed=choice.needed._replace(phases=choice.needed.phases | on_samplers))
     step, evaluation = None, 0.0
-    if machine.card.tflops > 0:
+    if card.tflops > 0:
+        run = Setting(v, card, load, choice.way, engine)
         step = step_of(run, work)
         if work.evaluations:
             evaluation = generate_s(run, work._replace(prompts=work.questions, answers=1))
-    start = seconds.start_s(policy, samples=work.prompts > 0)
-    return Plan(script_of(args), machine, work, policy, choice, args.memory.compile, step, start, evaluation)
+    start = seconds.start_s(policy.sizes, samples=work.prompts > 0)
+    script = Path(sys.modules[type(args).__module__].__file__).stem
+    return Plan(script, machine, work, policy, choice, args.memory.compile, step, start, evaluation)
 
 
 def text_of(plan: Plan, args: Any) -> str:
     """A plan as it is printed."""
-    policy, needed, card = plan.policy, plan.choice.needed, plan.machine.card
-    by_phase = ", ".join(f"{name} {x / GIB:.1f}" for name, x in needed.phases.items())
+    parameters, learned = plan.policy.sizes.total / 1e9, sum(plan.policy.learned) / 1e9
+    needed = plan.choice.needed
     lines = [
         f"{plan.script}.py fits on {plan.machine}",
-        f"model: {args.model}, {policy.parameters / 1e9:.2f}e9 parameters, of which {policy.learned / 1e9:.3g}e9 learn",
+        f"model: {args.model}, {parameters:.2f}e9 parameters, of which {learned:.3g}e9 learn",
         f"flags: {spell(plan.choice.way, budget_of(args.memory)[0])} --compile {plan.compiles}",
-        f"GiB of each GPU, which has {card.gib:.1f}: {by_phase}",
+        f"GiB of each GPU, which has {plan.machine.card.gib:.1f}: {by_phase(needed)}",
         f"GiB of host memory, of which each machine has {plan.machine.host_gib:.0f}: {needed.host / GIB:.0f}",
     ]
     if plan.step is None:
         lines.append("seconds: not known, since nothing is known about this card but its memory")
     else:
         step, gpus = plan.step, plan.machine.gpus
-        by_phase = ", ".join(f"{name} {x:.1f}" for name, x in step.phases.items() if x >= 0.05)
-        lines.append(f"seconds per step: {step.seconds:.1f} ({by_phase})")
+        parts = ", ".join(f"{name} {x:.1f}" for name, x in step.phases.items() if x >= 0.05)
+        lines.append(f"seconds per step: {step.seconds:.1f} ({parts})")
         lines += step.notes
         rate = step.tokens / step.seconds
         lines.append(f"tokens per second: {rate:,.0f}, {rate / gpus:,.0f} per GPU, prompts included")

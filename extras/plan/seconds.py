@@ -5,12 +5,12 @@ shown them; docs/plan.md says which runs they were fitted to, and how far off th
 """
 
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from extras.plan.cards import Card
+from extras.plan.memory import Engine, Load, Model, Way
 from extras.plan.sizes import Sizes
 
 # Decoding
@@ -41,83 +41,23 @@ DATA_S = 0.05  # of a step that samples nothing, for its rows
 HOST_ADAMW = 2e8  # parameters that AdamW steps per second on the host of one GPU
 
 
-class Costs(NamedTuple):
-    """What of a model costs time. Weights are counted in entries."""
-
-    parameters: float
-    layers: int
-    hidden: int
-    inner: float  # entries that the widest results of a layer have for a token, those of all its experts together
-    active: float  # weights that multiply a token, without those of the LM head; of experts those that a token gets
-    experts: float  # weights of all experts; 0 in a dense model
-    expert_share: float  # share of a layer's experts that a token gets
-    head: float  # weights of the LM head
-    vocabulary: int
-    attention: tuple[tuple[float, float], ...]  # (width, most tokens that are attended to) of each layer that has it
-    cache: tuple[tuple[float, float], ...]  # (bytes of keys and values of a token, most tokens that are kept)
-    state: float = 0.0  # entries of the recurrent states of a sequence
-    adapters: float = 0.0  # parameters of LoRA; 0: all weights learn
-
-    @property
-    def learned(self) -> float:
-        """Parameters that learn."""
-        return self.adapters or self.parameters
-
-    def cache_bytes(self, context: float) -> float:
-        """Bytes of keys and values that an engine reads for the next token of a sequence."""
-        return sum(width * min(context, window) for width, window in self.cache)
-
-    def attended(self, tokens: float, squares: float) -> float:
-        """Width of attention times the squared lengths of sequences; a window makes it less."""
-        return sum(width * min(squares, 2 * window * tokens) for width, window in self.attention)
-
-
-def costs_of(sizes: Sizes, rank: int = 0) -> Costs:
-    """What a model of these sizes costs, with LoRA's adapters of this rank."""
-    layers, share = sizes.layers, sizes.experts_used / sizes.experts if sizes.experts else 0.0
-    experts = sum(x.experts for x in layers)
-    caching = [(x, math.inf if x.window is None else x.window) for x in layers if x.cache]
-    return Costs(
-        parameters=sizes.total,
-        layers=len(layers),
-        hidden=sizes.hidden,
-        inner=2 * sum(x.inner for x in layers) / len(layers),
-        active=sum(x.parameters for x in layers) - (1 - share) * experts,
-        experts=experts,
-        expert_share=share,
-        head=sizes.head,
-        vocabulary=sizes.vocabulary,
-        attention=_merged((x.attention, window) for x, window in caching),
-        cache=_merged((2 * x.cache, window) for x, window in caching),
-        state=sum(x.state for x in layers),
-        adapters=sum(sizes.adapters(rank)) if rank else 0,
-    )
-
-
-def _merged(pairs: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Layers with the same window as one."""
-    widths: dict[float, float] = {}
-    for width, window in pairs:
-        widths[window] = widths.get(window, 0.0) + width
-    return tuple((width, window) for window, width in widths.items())
-
-
 # --- decoding
 
 
-def decode_s(model: Costs, card: Card, n: float, context: float, *, shared_by: int = 1, fp8: bool = False) -> float:
+def decode_s(engine: Engine, card: Card, n: float, context: float) -> float:
     """Seconds in which an engine adds a token to each of n sequences, which have `context` tokens on average."""
-    bandwidth, peak = card.memory_gb_s * 1e9 * shared_by, card.tflops * 1e12 * shared_by
-    width = 1 if fp8 else 2
+    model, gpus = engine.sizes, engine.shared_by
+    bandwidth, peak = card.memory_gb_s * 1e9 * gpus, card.tflops * 1e12 * gpus
+    width = 1 if engine.is_fp8 else 2
     dense = model.active - model.experts * model.expert_share
     touched = 1 - (1 - model.expert_share) ** (ROUTED * n)  # share of the experts that some sequence needs
     weights = width * (dense + model.experts * touched) + 2 * model.head
-    products = 2 * (model.active + model.head) * n / (DECODE_PRODUCTS * peak * (1.4 if fp8 else 1))
-    moved = n * (model.cache_bytes(context) + 2 * 4 * model.state) / (READ_CACHE * bandwidth)
+    products = 2 * (model.active + model.head) * n / (DECODE_PRODUCTS * peak * (1.4 if engine.is_fp8 else 1))
+    moved = n * (2 * model.cached(context) + 2 * 4 * model.state) / (READ_CACHE * bandwidth)
     drawn = n * model.vocabulary * DRAW_BYTES / (card.memory_gb_s * 1e9)
-    layers = model.layers * (LAYER_S + (2 * REDUCE_S if shared_by > 1 else 0))
+    layers = len(model.layers) * (LAYER_S + (2 * REDUCE_S if gpus > 1 else 0))
     on_gpu = max(weights / (READ_WEIGHTS * bandwidth), products) + moved + drawn + layers + STEP_S
-    return max(on_gpu, HOST_S + HOST_SEQUENCE_S * n + (SHARED_HOST_S if shared_by > 1 else 0))
+    return max(on_gpu, HOST_S + HOST_SEQUENCE_S * n + (SHARED_HOST_S if gpus > 1 else 0))
 
 
 class Lengths(NamedTuple):
@@ -149,9 +89,7 @@ class Lengths(NamedTuple):
         return self.prompt**2 + float(2 * (self.prompt + at) @ self.open(at))
 
 
-def generate_s(
-    model: Costs, card: Card, lengths: Lengths, n: int, *, slots: int, prompts: float, shared_by: int = 1, fp8=False
-) -> float:
+def generate_s(engine: Engine, card: Card, lengths: Lengths, n: int, *, slots: int, prompts: float) -> float:
     """Seconds in which an engine answers: n responses to `prompts` prompts, at most `slots` at a time.
 
     While more are waiting, all slots are full. Then they become empty as responses end; the last ones decide how long
@@ -163,17 +101,17 @@ def generate_s(
     share = lengths.open(middle)
     alive = 1 - (1 - share) ** last  # chance that any is open
     number = np.maximum(share * last, alive)
-    cost = lambda count, has: decode_s(model, card, count, lengths.prompt + has, shared_by=shared_by, fp8=fp8)  # noqa: E731
+    cost = lambda count, has: decode_s(engine, card, count, lengths.prompt + has)  # noqa: E731
     seconds = sum(width * a * cost(x / max(a, 1e-9), has) for a, x, has in zip(alive, number, middle, strict=True))
     if n > slots:
         mean = float((share * middle).sum() / max(share.sum(), 1e-9))
         seconds += (n - slots) * lengths.response / slots * cost(slots, mean)
-    return seconds + prefill_s(model, card, prompts * lengths.prompt, shared_by)
+    return seconds + prefill_s(engine, card, prompts * lengths.prompt)
 
 
-def prefill_s(model: Costs, card: Card, tokens: float, shared_by: int = 1) -> float:
+def prefill_s(engine: Engine, card: Card, tokens: float) -> float:
     """Seconds in which an engine reads so many tokens."""
-    return 2 * model.active * tokens / (PRODUCTS * card.tflops * 1e12 * shared_by)
+    return 2 * engine.sizes.active * tokens / (PRODUCTS * card.tflops * 1e12 * engine.shared_by)
 
 
 # --- passes of the trainer
@@ -188,64 +126,50 @@ class Pass(NamedTuple):
     micro_batches: int
 
 
-def pass_s(
-    model: Costs,
-    card: Card,
-    work: Pass,
-    *,
-    backward: bool,
-    recompute: str = "none",
-    compiled: bool = True,
-    shards: int = 1,
-    link_gb_s: float | None = None,
-    on_host: bool = False,
-) -> float:
-    """Seconds of forward passes, or with `backward` of both, of one rank.
-
-    Args: recompute, as --activation-checkpointing; shards, GPUs that share a copy of the weights; on_host, whether the
-    weights come over the bus.
-    """
-    frozen, again = model.adapters > 0, 2 if recompute == "full" else 0
-    weights = (4 if frozen else 6) + again if backward else 2
-    others = 6 + again if backward else 2
-    experts = model.experts * model.expert_share
-    flops = weights * (model.active - experts + experts / EXPERTS) * work.tokens
-    flops += (2 if not backward else 4 if frozen else 6) * model.head * work.head_tokens
-    flops += others * (model.adapters * work.tokens + model.attended(work.tokens, work.squares))
-    passes = 1.0 if backward else FORWARD
-    more = {"none": 0.0, "selective": 0.3, "full": 0.4}[recompute] if backward else 0.0
-    of_layer = 2 * (HIDDEN_PASSES * model.hidden + INNER_PASSES * model.inner)
-    moved = model.layers * of_layer * (passes + more) * (1 if compiled else UNCOMPILED) * work.tokens
-    moved += LOGIT_BYTES * model.vocabulary * work.head_tokens * passes
+def pass_s(model: Model, load: Load, way: Way, card: Card, work: Pass, *, learns: bool) -> float:
+    """Seconds of forward passes, or if the model `learns` of both, of one rank."""
+    sizes, shards, adapters = model.sizes, load.shards, sum(model.sizes.adapters(model.rank))
+    frozen, again = adapters > 0, 2 if way.checkpointing == "full" else 0
+    weights = (4 if frozen else 6) + again if learns else 2
+    others = 6 + again if learns else 2
+    experts = sizes.experts * sizes.expert_share
+    flops = weights * (sizes.active - experts + experts / EXPERTS) * work.tokens
+    flops += (2 if not learns else 4 if frozen else 6) * sizes.head * work.head_tokens
+    flops += others * (adapters * work.tokens + sizes.attended(work.tokens, work.squares))
+    passes = 1.0 if learns else FORWARD
+    more = {"none": 0.0, "selective": 0.3, "full": 0.4}[way.checkpointing] if learns else 0.0
+    of_layers = 2 * (HIDDEN_PASSES * sizes.hidden * len(sizes.layers) + 2 * INNER_PASSES * sizes.inner)
+    moved = of_layers * (passes + more) * (1 if load.compiles else UNCOMPILED) * work.tokens
+    moved += LOGIT_BYTES * sizes.vocabulary * work.head_tokens * passes
     compute = flops / (PRODUCTS * card.tflops * 1e12) + moved / (READ_WEIGHTS * card.memory_gb_s * 1e9)
-    compute += model.state * work.tokens * RECURRENT_S * passes
-    gathers = 2 * model.parameters * (2 if backward else 1)
-    summed = 4 * model.learned if backward else 0
+    compute += sizes.state * work.tokens * RECURRENT_S * passes
+    gathers = 2 * sizes.total * (2 if learns else 1)
+    summed = 4 * sum(model.learned) if learns else 0
     sent = 0.0
-    if on_host:
+    if way.param_offload:
         sent = work.micro_batches * (gathers / shards + summed / shards) / (BUS * card.bus_gb_s * 1e9)
     if shards > 1:
-        over = (link_gb_s or card.link_gb_s) * 1e9 * LINK
+        over = (card.link_gb_s if shards <= load.local else card.network_gb_s) * 1e9 * LINK
         exposed = work.micro_batches * (gathers + summed) * (shards - 1) / shards / over
         sent += max((1 - HIDDEN_BEHIND) * exposed, exposed - compute)
     return compute + sent
 
 
-def step_s(model: Costs, card: Card, *, shards: int = 1, moments_on_host: bool = False, on_host: bool = False) -> float:
+def step_s(model: Model, load: Load, way: Way, card: Card) -> float:
     """Seconds of one step of AdamW on a rank."""
-    own = model.learned / shards
-    if on_host:
+    own = sum(model.learned) / load.shards
+    if way.param_offload:
         return own / HOST_ADAMW
-    moments = 8 * own / (BUS * card.bus_gb_s * 1e9) if moments_on_host else 0.0
+    moments = 8 * own / (BUS * card.bus_gb_s * 1e9) if way.optimizer_offload else 0.0
     return moments + 28 * own / (READ_WEIGHTS * card.memory_gb_s * 1e9)
 
 
 # --- the rest of a step
 
 
-def push_s(model: Costs, *, sleeps: bool, to_others: bool = False) -> float:
+def push_s(policy: Sizes, *, sleeps: bool, to_others: bool = False) -> float:
     """Seconds in which engines wake and get the policy's weights; `to_others`, whether these are other processes."""
-    return 0.05 + (0.1 if sleeps else 0.0) + 2 * model.parameters / (2e9 if to_others else 40e9)
+    return 0.05 + (0.1 if sleeps else 0.0) + 2 * policy.total / (2e9 if to_others else 40e9)
 
 
 def other_s(responses: int) -> float:
@@ -253,6 +177,6 @@ def other_s(responses: int) -> float:
     return 0.25 + 1.5e-4 * responses
 
 
-def start_s(model: Costs, *, samples: bool) -> float:
+def start_s(policy: Sizes, *, samples: bool) -> float:
     """Seconds from the command to the first step."""
-    return 35 + 4 * model.parameters / 1e9 + (40 if samples else 0)
+    return 35 + 4 * policy.total / 1e9 + (40 if samples else 0)

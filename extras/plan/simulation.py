@@ -70,46 +70,37 @@ class Step(NamedTuple):
     step_s: float
 
 
-class Open(NamedTuple):
-    """A group in flight: the lengths that its responses will have, (G,), and how many tokens it has of the longest."""
-
-    lengths: np.ndarray
-    tokens: int
-
-
 def lengths(args: Args, random: np.random.Generator) -> np.ndarray:
     """Of one group's responses, (G,) int: each token ends a response with chance 1 / M."""
     return np.minimum(random.geometric(1 / args.mean_length, args.rollout_n), args.max_length)
 
 
-def simulate(args: Args, share: float, *, steps: int, seed: int = 0) -> tuple[list[Step], list[Open]]:
-    """So many steps with a share F, and the groups that are in flight after them."""
+def simulate(args: Args, share: float, *, steps: int, seed: int = 0) -> tuple[list[Step], np.ndarray, np.ndarray]:
+    """So many steps with a share F; and of the N groups that are in flight after them, the oldest first, the lengths
+    that their responses will have, (N, G), and how many tokens each has of the longest, (N,).
+    """
     random, ahead = np.random.default_rng(seed), int(np.ceil(share * args.prompts))
-    flight: list[Open] = []  # the oldest first; complete where tokens == lengths.max()
-    found = []
+    whole, have, made = np.zeros((0, args.rollout_n), int), np.zeros(0, int), []
     for step in range(steps):
-        read = sum(args.prompt_length + min(n, x.tokens) for x in flight for n in x.lengths if n > x.tokens)
+        interrupted = (whole > have[:, None]).sum(axis=1)  # responses of each group
         new = args.prompts + (ahead if step == 0 else 0)
-        read += new * args.prompt_length
-        flight += [Open(lengths(args, random), 0) for _ in range(new)]
+        read = int(interrupted @ (args.prompt_length + have)) + new * args.prompt_length
+        whole = np.vstack([whole, *(lengths(args, random) for _ in range(new))])
+        have, longest = np.append(have, np.zeros(new, int)), whole.max(axis=1)
         milliseconds, ticks, sampled = args.read_ms * read / 1000, 0, 0
-        whole = np.stack([x.lengths for x in flight])  # (N, G)
-        have, longest = np.array([x.tokens for x in flight]), whole.max(axis=1)
         while (have >= longest).sum() < args.prompts:
             rest = (whole - have[:, None])[whole > have[:, None]]
             go = int(rest.min())
             milliseconds += go * (args.base_ms + args.sequence_ms * len(rest))
             ticks, sampled = ticks + go, sampled + go * len(rest)
             have = np.minimum(have + go, longest)
-        flight = [Open(x.lengths, int(n)) for x, n in zip(flight, have, strict=True)]
-        ready = [x for x in flight if x.tokens >= x.lengths.max()]
-        taken = {id(x) for x in ready[: args.prompts]}
-        tokens = sum(int(x.lengths.sum()) for x in ready[: args.prompts])
-        flight = [x for x in flight if id(x) not in taken]
+        taken = np.flatnonzero(have >= longest)[: args.prompts]
+        tokens = int(whole[taken].sum())
+        whole, have = np.delete(whole, taken, axis=0), np.delete(have, taken)
         trained = tokens + args.prompts * args.prompt_length
         step_s = milliseconds / 1000 + args.update_ms * trained / 1e6 + args.fixed_s
-        found.append(Step(milliseconds / 1000, tokens, ticks, sampled, read, step_s))
-    return found, flight
+        made.append(Step(milliseconds / 1000, tokens, ticks, sampled, read, step_s))
+    return made, whole, have
 
 
 def seconds_per_1000(steps: list[Step]) -> float:

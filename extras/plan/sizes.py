@@ -4,6 +4,8 @@ The model is made on torch's meta device, so nothing is loaded, no GPU is needed
 knows is measured as it is trained here: its decoder layers are the units that FSDP2 gathers.
 """
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +28,13 @@ class Layer:
 
     parameters: int
     experts: int = 0  # of these parameters, the weights of experts
-    results: int = 0  # widths of what linear layers give together, of experts those that a token gets
-    last: int = 0  # of these, the width of the last one, which is added to the residual and needed by no gradient
+    # widths of what linear layers give together, of experts those that a token gets; without the last one if that is
+    # added to the residual, since no gradient needs it
+    results: int = 0
     inner: int = 0  # width of what the last linear layer takes: the intermediate size, of all experts of a token
     attention: int = 0  # width of what attention, or a recurrent layer, gives
     cache: int = 0  # entries of its keys and values; 0 if it has none
-    window: int | None = None  # tokens whose keys and values it keeps; None: all
+    window: float = math.inf  # tokens whose keys and values it keeps
     state: int = 0  # entries of its recurrent state, for one sequence
     adapted: tuple[tuple[int, int], ...] = ()  # (entries in, entries out) of its linear layers that get adapters
     expert_adapters: int = 0  # parameters of adapters of rank 1 on all of its experts
@@ -47,12 +50,9 @@ class Sizes:
     head: int  # parameters of the LM head, which may be those of the embedding; of a score head 0
     vocabulary: int
     hidden: int
-    heads: int  # of attention
     key_heads: int  # of keys and values; 1 where all heads share one vector
     tensors: tuple[int, ...]  # entries of each parameter
-    experts: int  # in a layer
-    experts_used: int  # by a token
-    is_tied: bool  # whether embedding and LM head are one parameter
+    expert_share: float  # share of a layer's experts that a token uses; 0 in a dense model
 
     @property
     def total(self) -> int:
@@ -60,10 +60,24 @@ class Sizes:
         return self.root + sum(x.parameters for x in self.layers)
 
     @property
+    def experts(self) -> int:
+        """Weights of all experts."""
+        return sum(x.experts for x in self.layers)
+
+    @property
     def active(self) -> float:
-        """Parameters that a token uses, with those of embedding and head."""
-        share = self.experts_used / self.experts if self.experts else 0.0
-        return self.total - (1 - share) * sum(x.experts for x in self.layers)
+        """Parameters of the layers that a token uses."""
+        return sum(x.parameters for x in self.layers) - (1 - self.expert_share) * self.experts
+
+    @property
+    def inner(self) -> int:
+        """Width of what the last linear layers of all layers take."""
+        return sum(x.inner for x in self.layers)
+
+    @property
+    def state(self) -> int:
+        """Entries of the recurrent states of a sequence."""
+        return sum(x.state for x in self.layers)
 
     @property
     def largest(self) -> Layer:
@@ -74,18 +88,22 @@ class Sizes:
         """Entries of each parameter of LoRA adapters: (r, in) and (out, r) of each linear layer; those of all experts
         of a layer count as one.
         """
-        found = []
+        entries = []
         for layer in self.layers:
-            found += [rank * width for pair in layer.adapted for width in pair]
-            found += [rank * layer.expert_adapters] if layer.expert_adapters else []
-        return tuple(found)
+            entries += [rank * width for pair in layer.adapted for width in pair]
+            entries += [rank * layer.expert_adapters] if layer.expert_adapters else []
+        return tuple(entries)
 
-    def cache_tokens(self, length: int) -> int:
-        """Entries of keys and values, and of recurrent states, that a sequence of so many tokens has in an engine."""
-        kept = ((x.cache, length if x.window is None else min(length, x.window), x.state) for x in self.layers)
-        return sum(width * tokens + state for width, tokens, state in kept)
+    def cached(self, length: float) -> float:
+        """Entries of keys and values that an engine keeps of a sequence of so many tokens."""
+        return sum(x.cache * min(length, x.window) for x in self.layers)
+
+    def attended(self, tokens: float, squares: float) -> float:
+        """Width of attention times the squared lengths of sequences with so many tokens; a window makes it less."""
+        return sum(x.attention * min(squares, 2 * x.window * tokens) for x in self.layers if x.cache)
 
 
+@functools.cache
 def sizes_of(path: str, *, lora: LoRA | None = None, has_score: bool = False, flag: str = "--model") -> Sizes:
     """The sizes of the model in `path`, a folder or an id of the Hub, of which only config.json is read.
 
@@ -116,20 +134,16 @@ def sizes_of(path: str, *, lora: LoRA | None = None, has_score: bool = False, fl
     layers = tuple(_layer(unit, text, i, adapted, experts, used) for i, unit in enumerate(units))
     parameters = {id(x): x.numel() for x in model.parameters()}  # a tied one once
     head, heads = model.get_output_embeddings(), getattr(text, "num_attention_heads", None) or 0
-    total = sum(parameters.values())
     return Sizes(
         layers=layers,
-        root=total - sum(x.parameters for x in layers),
+        root=sum(parameters.values()) - sum(x.parameters for x in layers),
         tower=sum(x.numel() for x in tower[1].parameters()) if tower else 0,
         head=0 if head is None else head.weight.numel(),
         vocabulary=text.vocab_size,
         hidden=text.hidden_size,
-        heads=heads,
         key_heads=1 if getattr(text, "kv_lora_rank", None) else getattr(text, "num_key_value_heads", None) or heads,
         tensors=tuple(parameters.values()),
-        experts=experts,
-        experts_used=used if experts else 0,
-        is_tied=head is not None and head.weight is model.get_input_embeddings().weight,
+        expert_share=used / experts if experts else 0.0,
     )
 
 
@@ -139,7 +153,8 @@ def _layer(unit: nn.Module, config: Any, index: int, adapted: set[nn.Module], ex
     widths = [(x.nx, x.nf) if isinstance(x, Conv1D) else (x.in_features, x.out_features) for x in linear]
     stacked = [x for x in unit.parameters() if x.ndim == 3 and experts and len(x) == experts]  # (experts, out, in)
     results = sum(width for _, width in widths) + used * sum(x.shape[1] for x in stacked)
-    last = config.hidden_size if widths and not stacked and widths[-1][1] == config.hidden_size else 0
+    if widths and not stacked and widths[-1][1] == config.hidden_size:
+        results -= config.hidden_size  # of the last one
     inner = used * min(x.shape[2] for x in stacked) if stacked else max([width for width, _ in widths], default=0)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     kind = str(kinds[index]) if index < len(kinds) else "full_attention"
@@ -149,9 +164,8 @@ def _layer(unit: nn.Module, config: Any, index: int, adapted: set[nn.Module], ex
     rank = getattr(config, "kv_lora_rank", None)  # of latent attention: one vector in the place of keys and values
     cache = rank + config.qk_rope_head_dim if rank else 2 * key_heads * width
     is_recurrent = any(kind.startswith(x) for x in RECURRENT)
-    window = getattr(config, "sliding_window", None) if "sliding" in kind or not kinds else None
-    if window is not None and not kinds and getattr(config, "use_sliding_window", True) is False:
-        window = None
+    slides = "sliding" in kind or (not kinds and getattr(config, "use_sliding_window", True) is not False)
+    window = getattr(config, "sliding_window", None) if slides else None
     pairs = [pair for x, pair in zip(linear, widths, strict=True) if x in adapted]
     of_experts = [x for x in unit.modules() if x in adapted and not isinstance(x, nn.Linear)]
     each = [sum(x.shape) - len(x) for module in of_experts for x in module.parameters() if x.ndim == 3]
@@ -159,11 +173,10 @@ def _layer(unit: nn.Module, config: Any, index: int, adapted: set[nn.Module], ex
         parameters=sum(x.numel() for x in unit.parameters()),
         experts=sum(x.numel() for x in stacked),
         results=results,
-        last=last,
         inner=inner,
         attention=_state_width(config) if is_recurrent else heads * width,
         cache=0 if is_recurrent else cache,
-        window=window,
+        window=math.inf if window is None else window,
         state=_state(config) if is_recurrent or "hybrid" in kind else 0,
         adapted=tuple(pairs),
         expert_adapters=experts * sum(each),

@@ -3,10 +3,9 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from extras.lora import LoRA
 from extras.plan import Hardware, Settled, budget_of, with_values
 from extras.plan.memory import GIB, Engine, Load, Model, Needed, Way, least_engine, needed
-from extras.plan.sizes import sizes_of
+from extras.plan.sizes import Sizes, sizes_of
 from rl.flags import flat, spelled
 
 USABLE = 0.95  # of a GPU: torch's allocator leaves gaps, and what is not counted takes some
@@ -27,64 +26,69 @@ class DoesNotFit(ValueError):
     """Nothing fits: the message is a sentence with the arithmetic."""
 
 
-def load_of(args: Any, hardware: Hardware, least: int) -> Load:
-    """What a run of a script's Args holds. `least`: the tokens that a micro-batch must hold.
-
-    Of the models only the configs are read, where flags name several each of them.
-    """
-    v, ranks = flat(args), hardware.ranks
-    models = models_of(v, args.lora, has_score="max_length" in v and args.rows_per_unit == 2)
+def load_of(args: Any, hardware: Hardware) -> Load:
+    """What a run of a script's Args holds. Of the models only the configs are read."""
+    v, ranks, models = flat(args), hardware.ranks, models_of(args)
+    policy, judge = models["policy"], models.pop("judge", None)
+    if policy.rank:
+        models.pop("reference", None)  # is the policy without its adapters
     engine = None
     if "max_response_length" in v and "samplers" not in v and v["engine"] == "vllm":
-        engine = Engine(
-            sizes=models[0].sizes,
-            length=v["max_prompt_length"] + v["max_response_length"],
-            sequences=v["max_num_seqs"],
-            share=v["gpu_memory_utilization"],
-            shared_by=v["tensor_model_parallel_size"],
-            is_fp8=v["rollout_quantization"] == "fp8",
-            gives_back=v["free_cache_engine"],
-        )
-    judge = v.get("reward_model")
+        engine = engine_of(v, policy.sizes, args.longest)
     return Load(
-        models=models,
+        models=tuple(models.values()),
         engine=engine,
-        longest=least,
+        longest=max(args.units.values()),
         ranks=ranks,
         local=hardware.local,
         shards=v["fsdp_size"] or ranks,
         saves=v["save_freq"] != 0,
         compiles=v["compile"] is not False,
-        scores=(sizes_of(judge, has_score=True, flag="--reward-model"),) if judge else (),
+        scores=(judge.sizes,) if judge else (),
     )
 
 
-def models_of(v: dict[str, Any], lora: LoRA, *, has_score: bool) -> tuple[Model, ...]:
-    """The models on each rank, from flags by name. The policy comes first, or a reward model that is trained, which
-    `has_score`.
-    """
-    policy = Model(
-        sizes_of(v["model"], lora=lora, has_score=has_score),
-        rank=lora.lora_rank,
-        tower_learns=not lora.freeze_vision_tower,
+def engine_of(v: dict[str, Any], policy: Sizes, length: int) -> Engine:
+    """An engine that samples from the policy, from flags by name, for sequences of so many tokens."""
+    return Engine(
+        sizes=policy,
+        length=length,
+        sequences=v["max_num_seqs"],
+        share=v["gpu_memory_utilization"],
+        shared_by=v["tensor_model_parallel_size"],
+        is_fp8=v["rollout_quantization"] == "fp8",
+        gives_back=v["free_cache_engine"],
     )
-    models = [policy]
-    if "critic_lr" in v:
-        flag = "--critic-model" if v["critic_model"] else "--model"
-        sizes = sizes_of(v["critic_model"] or v["model"], lora=lora, has_score=True, flag=flag)
-        models.append(replace(policy, sizes=sizes, is_away=v["critic_offload"]))
-    if "prm_lr" in v:
-        flag = "--prm-model" if v["prm_model"] else "--model"
-        sizes = sizes_of(v["prm_model"] or v["model"], lora=lora, flag=flag)
-        models.append(replace(policy, sizes=sizes, is_away=v["prm_offload"]))
-        models += [] if lora.lora_rank else [Model(sizes, is_frozen=True)]
-    if not lora.lora_rank and (v.get("use_kl_loss") or v.get("use_kl_in_reward") or "pairs" in v):
-        models.append(Model(policy.sizes, is_frozen=True))
+
+
+def models_of(args: Any) -> dict[str, Model]:
+    """The models of a run by role. The policy comes first; in train_reward.py that is the reward model."""
+    v, lora = flat(args), args.lora
+    sizes = sizes_of(v["model"], lora=lora, has_score=is_of_rewards(args))
+    policy = Model(sizes, rank=lora.lora_rank, tower_learns=not lora.freeze_vision_tower)
+    models = {"policy": policy}
+    for role in ("critic", "prm"):
+        if f"{role}_lr" in v:
+            named = v[f"{role}_model"]
+            flag = f"--{role}-model" if named else "--model"
+            sizes = sizes_of(named or v["model"], lora=lora, has_score=role == "critic", flag=flag)
+            models[role] = replace(policy, sizes=sizes, is_away=v[f"{role}_offload"])
+    if "prm" in models:
+        models["reference"] = Model(models["prm"].sizes, is_frozen=True)
+    elif v.get("use_kl_loss") or v.get("use_kl_in_reward") or "pairs" in v:
+        models["reference"] = Model(policy.sizes, is_frozen=True)
     if "teacher_model" in v and not v["teacher_url"]:
-        models.append(
-            Model(sizes_of(v["teacher_model"], flag="--teacher-model"), is_frozen=True, is_away=v["teacher_offload"])
-        )
-    return tuple(models)
+        sizes = sizes_of(v["teacher_model"], flag="--teacher-model")
+        models["teacher"] = Model(sizes, is_frozen=True, is_away=v["teacher_offload"])
+    if v.get("reward_model"):
+        sizes = sizes_of(v["reward_model"], has_score=True, flag="--reward-model")
+        models["judge"] = Model(sizes, is_frozen=True)
+    return models
+
+
+def is_of_rewards(args: Any) -> bool:
+    """Whether a script learns a reward model, from pairs of rows."""
+    return args.rows_per_unit == 2 and "ppo_epochs" not in flat(args)
 
 
 def ways(memory: Any, least: int, *, has_adapters: bool) -> list[Way]:
@@ -94,41 +98,42 @@ def ways(memory: Any, least: int, *, has_adapters: bool) -> list[Way]:
     small that it does not help to move them.
     """
     _, budget = budget_of(memory)
-    few = [n for n in (*TOKENS, *FEW) if n > least] + [least]
-    large = [n for n in few if n >= min(TOKENS)] or few[:1]
-    small = [n for n in few if n not in large]
-    if budget != AUTO:
-        large, small = [budget], []
-    if not large:
-        large, small = [least], []
-    levels = ["selective", "full"] if memory.activation_checkpointing == AUTO else [memory.activation_checkpointing]
-    moments = [False, True] if memory.optimizer_offload == AUTO else [memory.optimizer_offload]
-    if has_adapters and memory.optimizer_offload == AUTO:
-        moments = [False]
-    weights = [False, True] if memory.param_offload == AUTO else [memory.param_offload]
-    found = []
-    if False in weights:
-        for counts in (large, small):
-            found += [Way(level, n, moment) for level in levels for moment in moments for n in counts]
-    if True in weights:
-        found += [Way(level, n, param_offload=True) for n in large + small for level in levels]
-    return found
+    counts = [n for n in (*TOKENS, *FEW) if n > least] + [least] if budget == AUTO else [budget]
+    large = [n for n in counts if n >= min(TOKENS)] or counts[:1]
+    small = [n for n in counts if n not in large]
+    levels = _either(memory.activation_checkpointing, ["selective", "full"])
+    moments = _either(memory.optimizer_offload, [False] if has_adapters else [False, True])
+    weights = _either(memory.param_offload, [False, True])
+    here = [Way(level, n, moment) for some in (large, small) for level in levels for moment in moments for n in some]
+    away = [Way(level, n, param_offload=True) for n in counts for level in levels]
+    return (here if False in weights else []) + (away if True in weights else [])
+
+
+def _either(value: Any, options: list[Any]) -> list[Any]:
+    """What a flag leaves open."""
+    return options if value == AUTO else [value]
 
 
 def choose(load: Load, memory: Any, hardware: Hardware) -> Choice:
     """The cheapest way that fits the smallest GPU and the smallest host, with some room to spare. Raises DoesNotFit."""
     open_ways = ways(memory, load.longest, has_adapters=bool(load.models[0].rank))
-    found = [Choice(way, needed(load, way, hardware.gpu)) for way in open_ways]
-    fits_host = [x for x in found if x.needed.host <= HOST_USABLE * hardware.host]
-    if load.engine and least_engine(load.engine) > load.engine.share * hardware.gpu:
-        raise DoesNotFit(
-            f"vLLM needs {_gib(least_engine(load.engine))} GiB of each GPU for its weights and one sequence, and "
-            f"--gpu-memory-utilization {load.engine.share:g} leaves it {_gib(load.engine.share * hardware.gpu)} of "
-            f"{_gib(hardware.gpu)}; raise that, or --tensor-model-parallel-size, or use more GPUs"
-        )
+    choices = [Choice(way, needed(load, way, hardware.gpu)) for way in open_ways]
+    fits_host = [x for x in choices if x.needed.host <= HOST_USABLE * hardware.host]
+    if load.engine:
+        check_share(load.engine, hardware.gpu)
     if fitting := [x for x in fits_host if _fits(x.needed, hardware)]:
         return fitting[0]
-    raise DoesNotFit(_why_not(found, fits_host, load, hardware, budget_of(memory)[0]))
+    raise DoesNotFit(_why_not(choices, fits_host, load, hardware, budget_of(memory)[0]))
+
+
+def check_share(engine: Engine, gpu: float) -> None:
+    """Raise DoesNotFit if an engine's share of a GPU does not hold its weights and a sequence."""
+    if (least := least_engine(engine)) > engine.share * gpu:
+        raise DoesNotFit(
+            f"vLLM needs {_gib(least)} GiB of each GPU for its weights and one sequence, and --gpu-memory-utilization "
+            f"{engine.share:g} leaves it {_gib(engine.share * gpu)} of {_gib(gpu)}; raise that, or "
+            "--tensor-model-parallel-size, or use more GPUs"
+        )
 
 
 def _fits(x: Needed, hardware: Hardware) -> bool:
@@ -136,9 +141,9 @@ def _fits(x: Needed, hardware: Hardware) -> bool:
     return x.most <= USABLE * hardware.gpu and x.start <= hardware.gpu
 
 
-def _why_not(found: list[Choice], fits_host: list[Choice], load: Load, hardware: Hardware, flag: str) -> str:
+def _why_not(choices: list[Choice], fits_host: list[Choice], load: Load, hardware: Hardware, flag: str) -> str:
     """Why no way fits, in a sentence."""
-    least = min(found, key=lambda x: x.needed.most)
+    least = min(choices, key=lambda x: x.needed.most)
     if _fits(least.needed, hardware):  # and so not into the host
         fix = "use more GPUs, machines with more memory, or --lora-rank"
         fix += ", or --save-freq 0, since a save copies the state to the host" if load.saves else ""
@@ -146,7 +151,7 @@ def _why_not(found: list[Choice], fits_host: list[Choice], load: Load, hardware:
             f"the run fits into GPUs of {_gib(hardware.gpu)} GiB only with {spell(least.way, flag)}, and then a "
             f"machine needs {_gib(least.needed.host)} GiB of host memory and has {_gib(hardware.host)}; {fix}"
         )
-    least = min(fits_host or found, key=lambda x: x.needed.most)
+    least = min(fits_host or choices, key=lambda x: x.needed.most)
     if least.needed.most <= USABLE * hardware.gpu:
         share = f"--gpu-memory-utilization {load.engine.share:g}"
         return (
@@ -177,34 +182,35 @@ def _gib(x: float) -> str:
     return f"{x / GIB:.1f}"
 
 
-def settle(args: Any, least: int, hardware: Hardware, then: dict[str, Any] | None) -> Settled:
+def settle(args: Any, hardware: Hardware, then: dict[str, Any] | None) -> Settled:
     """See `extras.plan.settle`."""
-    memory, load = args.memory, load_of(args, hardware, least)
+    memory, load = args.memory, load_of(args, hardware)
     flag, _ = budget_of(memory)
-    found, why = None, ""
-    if then:
-        found, why = _again(then, load, memory, hardware)
-    chosen = found or choose(load, memory, hardware)
-    every = ways(memory, least, has_adapters=bool(load.models[0].rank))
-    rest = every[every.index(chosen.way) + 1 :] if chosen.way in every else []
+    again, why = _again(then, load, memory, hardware) if then else (None, "")
+    chosen = again or choose(load, memory, hardware)
+    every = ways(memory, load.longest, has_adapters=bool(load.models[0].rank))
+    rest = every[every.index(chosen.way) + 1 :]
     # What the rehearsal may take in its place has to fit the host too, which the rehearsal does not look at.
     rest = [way for way in rest if needed(load, way, hardware.gpu).host <= HOST_USABLE * hardware.host]
-    record = {"gpu": hardware.gpu, "ranks": hardware.ranks}
-    on_gpu = ", ".join(f"{name} {_gib(x)}" for name, x in chosen.needed.phases.items())
     lines = [why] if why else []
-    lines.append(f"memory: {'as before, ' if found else ''}{spell(chosen.way, flag)}")
+    lines.append(f"memory: {'as before, ' if again else ''}{spell(chosen.way, flag)}")
     lines.append(
-        f"planned for a GPU with {_gib(hardware.gpu)} GiB: {on_gpu}; host {_gib(chosen.needed.host)} of "
-        f"{_gib(hardware.host)} GiB"
+        f"planned for a GPU with {_gib(hardware.gpu)} GiB: {by_phase(chosen.needed)}; host {_gib(chosen.needed.host)} "
+        f"of {_gib(hardware.host)} GiB"
     )
-    groups = [_group(memory, way, flag) for way in (chosen.way, *rest)]
-    return Settled(groups[0], groups[1:], record, "\n".join(lines))
+    names = flags_of_way(flag)
+    groups = [with_values(memory, dict(zip(names, way, strict=True))) for way in (chosen.way, *rest)]
+    return Settled(groups[0], groups[1:], {"gpu": hardware.gpu, "ranks": hardware.ranks}, "\n".join(lines))
 
 
-def _group(memory: Any, way: Way, flag: str) -> Any:
-    """The group of flags with a way in the place of `auto`."""
-    offloads = dict(optimizer_offload=way.optimizer_offload, param_offload=way.param_offload)
-    return with_values(memory, activation_checkpointing=way.checkpointing, **{flag: way.tokens}, **offloads)
+def flags_of_way(flag: str) -> tuple[str, ...]:
+    """The names of the flags that the fields of a `Way` are for; `flag` is that of the tokens."""
+    return "activation_checkpointing", flag, "optimizer_offload", "param_offload"
+
+
+def by_phase(x: Needed) -> str:
+    """GiB of a GPU by phase."""
+    return ", ".join(f"{name} {_gib(size)}" for name, size in x.phases.items())
 
 
 def _again(then: dict[str, Any], load: Load, memory: Any, hardware: Hardware) -> tuple[Choice | None, str]:
@@ -212,8 +218,7 @@ def _again(then: dict[str, Any], load: Load, memory: Any, hardware: Hardware) ->
     if not {"gpu", "ranks"} <= then.keys():
         return None, ""
     flag, _ = budget_of(memory)
-    names = ("activation_checkpointing", flag, "optimizer_offload", "param_offload")
-    way = Way(*(then.get(name) for name in names))
+    way = Way(*(then.get(name) for name in flags_of_way(flag)))
     unused = f"the checkpoint's {spell(way, flag)} is not used again, since"
     if then["ranks"] != hardware.ranks:
         return None, f"{unused} there were {then['ranks']} ranks, and there are {hardware.ranks} now"

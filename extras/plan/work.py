@@ -2,12 +2,13 @@
 
 import json
 import math
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from extras.plan.memory import Model
 from extras.plan.seconds import Lengths
+from extras.plan.ways import is_of_rewards, models_of
 from rl.flags import flat
 
 LOOKED_AT = 128  # rows of the data whose lengths are measured
@@ -17,12 +18,10 @@ class Phase(NamedTuple):
     """Passes of one model over the rows of a step."""
 
     name: str  # of the phase, as timing_s/ in the metrics has it
-    path: str  # of the model
+    model: Model
     learns: bool = False  # forward and backward passes, and steps of AdamW; else forward passes only
     times: int = 1  # passes over the rows
     updates: int = 1  # into which these are divided, each with a step of AdamW
-    has_head: bool = True  # an LM head, and not a scalar one
-    has_adapters: bool = False
 
 
 class Work(NamedTuple):
@@ -111,43 +110,24 @@ def _counts(args: Any, v: dict[str, Any], samples: bool) -> tuple[int, int, int,
 
 
 def _phases(args: Any, v: dict[str, Any]) -> list[Phase]:
-    lora = v["lora_rank"] > 0
+    models = models_of(args)
+    policy, critic, prm = (models.get(role) for role in ("policy", "critic", "prm"))
     if "ppo_epochs" not in v:
-        return [Phase("update", v["model"], learns=True, has_head=not is_of_rewards(args), has_adapters=lora)]
-    quarter = "critic_lr" in v or "filter_groups" in v
+        return [Phase("update", policy, learns=True)]
+    quarter = critic or "filter_groups" in v
     mini = v["ppo_mini_batch_size"] or (math.ceil(v["train_batch_size"] / 4) if quarter else v["train_batch_size"])
     epochs = v["ppo_epochs"]
     updates = epochs * math.ceil(v["train_batch_size"] / mini)
-    forward = lambda name, path, **more: Phase(name, path, **more)  # noqa: E731
-    update = lambda name, path, **more: Phase(  # noqa: E731
-        name, path, learns=True, times=epochs, updates=updates, has_adapters=lora, **more
-    )
-    critic, prm = v.get("critic_model") or v["model"], v.get("prm_model") or v["model"]
     old = updates > 1 and "pairs" not in v and v.get("proximal_policy", "recomputed") == "recomputed"
-    if "gamma" in v and "critic_lr" not in v:
+    if "gamma" in v and not critic:
         old = old or v["use_kl_in_reward"] or v["adv_estimator"] == "optimal_token_baseline"
-    phases = [forward("reward", v["reward_model"], has_head=False)] if v.get("reward_model") else []
-    if "critic_lr" in v:
-        phases.append(forward("values", critic, has_head=False, has_adapters=lora))
-    if old:
-        phases.append(forward("old_log_prob", v["model"], has_adapters=lora))
-    if v.get("use_kl_loss") or v.get("use_kl_in_reward") or "pairs" in v:
-        phases.append(forward("ref", v["model"]))
-    if "prm_lr" in v:
-        phases += [forward("ref", prm), forward("prm", prm, has_adapters=lora)]
-        phases.append(Phase("prm", prm, learns=True, has_adapters=lora))
-    if "teacher_model" in v and not v.get("teacher_url"):
-        phases.append(forward("ref", v["teacher_model"]))
-    if "critic_lr" in v:
-        phases.append(update("update_actor", critic, has_head=False))
-    return [*phases, update("update_actor", v["model"])]
-
-
-def longest(args: Any) -> int:
-    """Tokens that a micro-batch must hold at least: those of one sequence, or of a pair of sequences."""
-    v = flat(args)
-    sequence = v["max_length"] if "max_length" in v else v["max_prompt_length"] + v["max_response_length"]
-    return max(args.rows_per_unit * sequence, v["reward_model_max_length"] if v.get("reward_model") else 0)
+    phases = [Phase("reward", models["judge"])] if "judge" in models else []
+    phases += [Phase("values", critic)] if critic else []
+    phases += [Phase("old_log_prob", policy)] if old else []
+    phases += [Phase("ref", models[role]) for role in ("reference", "teacher") if role in models]
+    phases += [Phase("prm", prm), Phase("prm", prm, learns=True)] if prm else []
+    learning = [critic, policy] if critic else [policy]
+    return phases + [Phase("update_actor", model, learns=True, times=epochs, updates=updates) for model in learning]
 
 
 # --- the data, as far as it can be read cheaply
@@ -225,16 +205,6 @@ def mean_lengths(args: Any, v: dict[str, Any], rows: list[dict]) -> tuple[float,
         encoded = encode_prompts(tokenizer, read_rows([file]), max_prompt_length=None)
         lengths = [len(row["prompt_ids"]) for row in encoded]
     return mean([x for x in lengths if x <= v["max_prompt_length"]] or lengths), None
-
-
-def script_of(args: Any) -> str:
-    """The name of the script whose Args these are, such as train_grpo."""
-    return Path(sys.modules[type(args).__module__].__file__).stem
-
-
-def is_of_rewards(args: Any) -> bool:
-    """Whether a script learns a reward model, from pairs of rows."""
-    return "ppo_epochs" not in flat(args) and args.rows_per_unit == 2
 
 
 def mean(numbers: list[int]) -> float:

@@ -87,8 +87,7 @@ class Run:
         saved = resume.trainer_state(self.resume_from) if self.resume_from else {}
         pays = self.ranks.device.type == "cuda" and compiling_pays(args, total_steps, self.ranks.size)
         with_compile = replace(args, memory=settled(args.memory, compile=pays))
-        of_ranks = self.ranks.all_gather([hardware()])
-        chosen = settle(with_compile, max(args.units.values()), of_ranks, saved.get("memory"))
+        chosen = settle(with_compile, self.ranks.all_gather([hardware()]), saved.get("memory"))
         self.memory, self.other_ways, record["memory"] = chosen.memory, chosen.rest, chosen.record
         if chosen.text and self.ranks.is_main:
             say(f"{chosen.text}\n--compile {chosen.memory.compile}")

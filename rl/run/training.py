@@ -72,5 +72,5 @@ def check(args: Any, *, scores: bool = False) -> PreTrainedTokenizerBase:
         texts=args.data,
         day=first_day(args.checkpoints, root),
     )
-    settle(args, max(args.units.values()), [hardware()])
+    settle(args, [hardware()])
     return tokenizer

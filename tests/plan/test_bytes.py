@@ -15,7 +15,7 @@ from extras.plan.memory import GIB, Engine, Load, Model, Way, engine_bytes, host
 from extras.plan.sizes import Layer, Sizes, sizes_of
 
 # Two layers with linear layers of widths 10, 2, 2, 10, 20, 20 and 10, and an embedding that is no LM head.
-LAYER = Layer(parameters=100, results=74, last=10, inner=20, attention=10, cache=4, adapted=((10, 10), (20, 10)))
+LAYER = Layer(parameters=100, results=64, inner=20, attention=10, cache=4, adapted=((10, 10), (20, 10)))
 SIZES = Sizes(
     layers=(LAYER, LAYER),
     root=60,
@@ -23,12 +23,9 @@ SIZES = Sizes(
     head=25,
     vocabulary=5,
     hidden=10,
-    heads=4,
     key_heads=2,
     tensors=(25, 25, 10, 100, 100),
-    experts=0,
-    experts_used=0,
-    is_tied=False,
+    expert_share=0.0,
 )
 P = 260
 ONE = Load((Model(SIZES),), None, longest=7, ranks=1, local=1, shards=1)

@@ -1,6 +1,5 @@
 """The model of a step's seconds: against arithmetic by hand, against a simulation, and that more is never slower."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -8,23 +7,45 @@ import pytest
 
 from extras.plan import seconds, simulation
 from extras.plan.cards import KINDS, Card
-from extras.plan.seconds import Costs, Lengths, Pass, decode_s, generate_s, pass_s, step_s
-from extras.plan.sizes import Layer, sizes_of
+from extras.plan.memory import Engine, Load, Model, Way
+from extras.plan.seconds import Lengths, Pass, decode_s, generate_s, pass_s, step_s
+from extras.plan.sizes import Layer, Sizes
 
 CARD = Card("a card", 80, 100, 1000, 50, 10, 5, 100, "made up")  # 1e14 FLOP/s, 1e12 bytes/s, 5e10, 1e10, 5e9
-SMALL = Costs(
-    parameters=1.5e9,
-    layers=10,
-    hidden=1000,
-    inner=8000,
-    active=1e9,
-    experts=0,
-    expert_share=0,
-    head=1e8,
+LAYER = Layer(parameters=10**8, inner=4000, attention=1000, cache=1000)
+SMALL = Sizes(
+    layers=(LAYER,) * 10,
+    root=5 * 10**8,
+    tower=0,
+    head=10**8,
     vocabulary=100_000,
-    attention=((10_000.0, math.inf),),
-    cache=((20_000.0, math.inf),),
+    hidden=1000,
+    key_heads=1,
+    tensors=(15 * 10**8,),
+    expert_share=0.0,
 )
+PLAIN, FULL = Way("none", 0), Way("full", 0)
+
+
+def layers(sizes, *, expert_share=0.0, **changes):
+    """A model whose layers are changed, all in the same way."""
+    return replace(sizes, expert_share=expert_share, layers=tuple(replace(x, **changes) for x in sizes.layers))
+
+
+# Each layer has 5e7 weights that every token uses, and 8e8 of experts, of which a token uses an eighth.
+ROUTED = layers(SMALL, parameters=85 * 10**7, experts=8 * 10**8, expert_share=1 / 8)
+
+
+def engine(sizes, **changes):
+    return Engine(sizes, length=1, sequences=1, share=0.5, **changes)
+
+
+def load(gpus=1, **changes):
+    return Load((), None, longest=1, ranks=gpus, local=gpus, shards=gpus, **changes)
+
+
+def took(sizes, work, way=PLAIN, *, learns=True, rank=0, card=CARD, **where):
+    return pass_s(Model(sizes, rank=rank), load(**where), way, card, work, learns=learns)
 
 
 @pytest.fixture(autouse=True)
@@ -47,40 +68,42 @@ def test_a_decoding_step_of_few_sequences_reads_the_weights():
     # 2.2e9 bytes of weights at 5e11; 2 sequences of 100 tokens with 2e4 bytes each at 5e11; 2 x 1e5 entries of 10 bytes
     # at 1e12; 10 layers of 1e-5; 1e-3 between steps.
     expected = 2.2e9 / 5e11 + 2 * 100 * 2e4 / 5e11 + 2 * 1e5 * 10 / 1e12 + 1e-4 + 1e-3
-    assert decode_s(SMALL, CARD, 2, 100) == pytest.approx(expected)
+    assert decode_s(engine(SMALL), CARD, 2, 100) == pytest.approx(expected)
 
 
 def test_a_decoding_step_of_many_sequences_multiplies():
     # 2 x 1.1e9 operations for each of 1,000 sequences at 5e13 take longer than reading the weights.
     expected = 2.2e12 / 5e13 + 1000 * 100 * 2e4 / 5e11 + 1000 * 1e5 * 10 / 1e12 + 1e-4 + 1e-3
-    assert decode_s(SMALL, CARD, 1000, 100) == pytest.approx(expected)
+    assert decode_s(engine(SMALL), CARD, 1000, 100) == pytest.approx(expected)
 
 
 def test_two_gpus_of_an_engine_halve_what_they_share_and_add_their_numbers():
     expected = 2.2e9 / 1e12 + 2 * 100 * 2e4 / 1e12 + 2 * 1e5 * 10 / 1e12 + 10 * (1e-5 + 2e-5) + 1e-3
-    assert decode_s(SMALL, CARD, 2, 100, shared_by=2) == pytest.approx(expected)
+    assert decode_s(engine(SMALL, shared_by=2), CARD, 2, 100) == pytest.approx(expected)
 
 
 def test_a_tiny_model_waits_for_the_host():
-    tiny = SMALL._replace(active=1e6, head=1e6, vocabulary=100, layers=1)
-    assert decode_s(tiny, CARD, 100, 10) == pytest.approx(2e-3 + 100 * 1e-5)
-    assert decode_s(tiny, CARD, 100, 10, shared_by=2) == pytest.approx(3e-3 + 100 * 1e-5)
+    tiny = replace(SMALL, layers=(replace(LAYER, parameters=10**6),), head=10**6, vocabulary=100)
+    assert decode_s(engine(tiny), CARD, 100, 10) == pytest.approx(2e-3 + 100 * 1e-5)
+    assert decode_s(engine(tiny, shared_by=2), CARD, 100, 10) == pytest.approx(3e-3 + 100 * 1e-5)
 
 
 def test_few_tokens_touch_few_experts_and_eight_bits_halve_the_weights():
-    routed = SMALL._replace(experts=8e9, expert_share=1 / 8, active=1.5e9)  # 1e9 of experts and 0.5e9 for each token
-    one, two = (decode_s(routed, CARD, n, 0) for n in (1, 2))
+    # Of ROUTED a token uses 1e9 of experts and 0.5e9 besides.
+    one, two = (decode_s(engine(ROUTED), CARD, n, 0) for n in (1, 2))
     rest = lambda n: n * 1e5 * 10 / 1e12 + 1e-4 + 1e-3  # noqa: E731
     assert one == pytest.approx(2 * (0.5e9 + 1e9 + 1e8) / 5e11 + rest(1))
     assert two == pytest.approx(2 * (0.5e9 + 8e9 * (1 - (7 / 8) ** 2) + 1e8) / 5e11 + rest(2))
-    assert decode_s(routed, CARD, 1, 0, fp8=True) == pytest.approx((1.5e9 + 2e8) / 5e11 + rest(1))
+    assert decode_s(engine(ROUTED, is_fp8=True), CARD, 1, 0) == pytest.approx((1.5e9 + 2e8) / 5e11 + rest(1))
 
 
 def test_a_window_bounds_what_is_read_and_attended_to():
-    windowed = SMALL._replace(cache=((20_000.0, 50.0), (10_000.0, math.inf)), attention=((100.0, 50.0),))
-    assert windowed.cache_bytes(30) == 30 * 30_000 and windowed.cache_bytes(1000) == 50 * 20_000 + 1000 * 10_000
+    near, far = Layer(10, cache=10_000, attention=100, window=50), Layer(10, cache=5000, attention=0)
+    windowed = replace(SMALL, layers=(near, far, Layer(10, attention=7, state=5)))  # a recurrent one attends to nothing
+    assert windowed.cached(30) == 30 * 15_000 and windowed.cached(1000) == 50 * 10_000 + 1000 * 5000
     assert windowed.attended(tokens=1000, squares=1000**2) == 100 * 2 * 50 * 1000  # not 100 * 1e6
     assert windowed.attended(tokens=10, squares=100) == 100 * 100
+    assert windowed.state == 5 and SMALL.attended(tokens=10, squares=100) == 10_000 * 100
 
 
 # --- lengths
@@ -108,7 +131,7 @@ def test_responses_without_a_mean_run_to_the_limit():
 @pytest.mark.parametrize(("mean", "n"), [(100, 64), (300, 8), (400, 64)])
 def test_generation_takes_what_the_simulation_of_single_responses_takes(monkeypatch, mean, n):
     """With a decoding step of 5 + 0.1 n ms, which the simulation adds up token by token."""
-    monkeypatch.setattr(seconds, "decode_s", lambda model, card, n, context, **_: (5 + 0.1 * n) / 1000)
+    monkeypatch.setattr(seconds, "decode_s", lambda engine, card, n, context: (5 + 0.1 * n) / 1000)
     monkeypatch.setattr(seconds, "prefill_s", lambda *_: 0.0)
     lengths = Lengths(0, mean, 400)
     args = simulation.Args(
@@ -116,20 +139,20 @@ def test_generation_takes_what_the_simulation_of_single_responses_takes(monkeypa
         base_ms=5, sequence_ms=0.1, read_ms=0, steps=30,
     )  # fmt: skip
     expected = np.mean([x.generate_s for x in simulation.steady(args, 0.0)])
-    assert generate_s(SMALL, CARD, lengths, n, slots=1000, prompts=0) == pytest.approx(expected, rel=0.06)
+    assert generate_s(engine(SMALL), CARD, lengths, n, slots=1000, prompts=0) == pytest.approx(expected, rel=0.06)
 
 
 def test_more_responses_than_an_engine_holds_wait_for_their_turn(monkeypatch):
-    monkeypatch.setattr(seconds, "decode_s", lambda model, card, n, context, **_: 0.01)
+    monkeypatch.setattr(seconds, "decode_s", lambda engine, card, n, context: 0.01)
     monkeypatch.setattr(seconds, "prefill_s", lambda *_: 0.0)
     fixed = Lengths(0, 100, 100)
-    one, three = (generate_s(SMALL, CARD, fixed, n, slots=10, prompts=0) for n in (10, 30))
+    one, three = (generate_s(engine(SMALL), CARD, fixed, n, slots=10, prompts=0) for n in (10, 30))
     assert one == pytest.approx(100 * 0.01) and three == pytest.approx(3 * one)
 
 
 def test_prompts_are_read_once():
     fixed = Lengths(50, 10, 10)
-    none, some = (generate_s(SMALL, CARD, fixed, 8, slots=8, prompts=n) for n in (0, 4))
+    none, some = (generate_s(engine(SMALL), CARD, fixed, 8, slots=8, prompts=n) for n in (0, 4))
     assert some - none == pytest.approx(2 * 1e9 * 4 * 50 / 5e13)
 
 
@@ -144,7 +167,7 @@ LOGITS = 10 * 1e5 * 800
 def test_a_forward_pass_by_hand():
     flops = 2 * 1e9 * 1000 + 2 * 1e8 * 800 + 2 * 1e4 * 1e6
     expected = flops / 5e13 + (0.5 * MOVED + 0.5 * LOGITS) / 5e11
-    assert pass_s(SMALL, CARD, WORK, backward=False) == pytest.approx(expected)
+    assert took(SMALL, WORK, learns=False) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -154,73 +177,56 @@ def test_a_forward_pass_by_hand():
 def test_forward_and_backward_by_hand(recompute, compiled, of_layers, moved):
     flops = of_layers * (1e9 * 1000 + 1e4 * 1e6) + 6 * 1e8 * 800
     expected = flops / 5e13 + (moved * MOVED + LOGITS) / 5e11
-    found = pass_s(SMALL, CARD, WORK, backward=True, recompute=recompute, compiled=compiled)
-    assert found == pytest.approx(expected)
+    assert took(SMALL, WORK, Way(recompute, 0), compiles=compiled) == pytest.approx(expected)
 
 
 def test_frozen_weights_have_no_gradients_and_adapters_have():
-    lora = SMALL._replace(adapters=1e7)
+    lora = layers(SMALL, expert_adapters=10**6)
     flops = 4 * (1e9 * 1000 + 1e8 * 800) + 6 * (1e7 * 1000 + 1e4 * 1e6)
-    assert pass_s(lora, CARD, WORK, backward=True) == pytest.approx(flops / 5e13 + (MOVED + LOGITS) / 5e11)
-    assert (lora.learned, SMALL.learned) == (1e7, 1.5e9)
+    assert took(lora, WORK, rank=1) == pytest.approx(flops / 5e13 + (MOVED + LOGITS) / 5e11)
 
 
 def test_products_of_experts_are_slower_and_recurrences_cost_their_states():
-    routed = SMALL._replace(experts=4e9, expert_share=0.1)
+    routed = layers(SMALL, parameters=46 * 10**7, experts=4 * 10**8, expert_share=0.1)
     more = 2 * (4e8 / 0.25 - 4e8) * 1000 / 5e13
-    base = pass_s(SMALL, CARD, WORK, backward=False)
-    assert pass_s(routed, CARD, WORK, backward=False) == pytest.approx(base + more)
-    recurrent = SMALL._replace(state=1e6)
-    assert pass_s(recurrent, CARD, WORK, backward=False) == pytest.approx(base + 1e6 * 1000 * 1e-12 * 0.5)
+    base = took(SMALL, WORK, learns=False)
+    assert took(routed, WORK, learns=False) == pytest.approx(base + more)
+    recurrent = layers(SMALL, state=10**5)
+    assert took(recurrent, WORK, learns=False) == pytest.approx(base + 1e6 * 1000 * 1e-12 * 0.5)
 
 
 def test_communication_hides_behind_computation_but_for_a_part():
-    alone = pass_s(SMALL, CARD, WORK, backward=True)
+    alone = took(SMALL, WORK)
     # Each of 4 micro-batches gathers the weights twice and sums the gradients: 1.5e9 x (4 + 4) bytes, half of them from
     # the other rank, at 2.5e10. That is 0.96 s, far more than the computation, which hides behind it.
     sent = 4 * 1.5e9 * 8 / 2 / 2.5e10
     assert sent > alone
-    shared = pass_s(SMALL, CARD, WORK, backward=True, shards=2)
+    shared = took(SMALL, WORK, gpus=2)
     assert shared == pytest.approx(alone + max(0.5 * sent, sent - alone))
     much = WORK._replace(tokens=1e6)
-    alone = pass_s(SMALL, CARD, much, backward=True)
-    assert pass_s(SMALL, CARD, much, backward=True, shards=2) == pytest.approx(alone + 0.5 * sent)
+    alone = took(SMALL, much)
+    assert took(SMALL, much, gpus=2) == pytest.approx(alone + 0.5 * sent)
+    # Over the network, 5 instead of 50 GB/s, a copy that is spread over two machines sends ten times as long.
+    apart = pass_s(Model(SMALL), replace(load(2), local=1), PLAIN, CARD, WORK, learns=True)
+    alone = took(SMALL, WORK)
+    assert apart == pytest.approx(alone + max(5 * sent, 10 * sent - alone))
 
 
 def test_weights_on_the_host_cross_the_bus_in_every_micro_batch():
-    alone = pass_s(SMALL, CARD, WORK, backward=True)
-    away = pass_s(SMALL, CARD, WORK, backward=True, on_host=True)
+    alone = took(SMALL, WORK)
+    away = took(SMALL, WORK, PLAIN._replace(param_offload=True))
     assert away - alone == pytest.approx(4 * 1.5e9 * 8 / 5e9)
 
 
 def test_a_step_of_adamw_by_hand():
-    assert step_s(SMALL, CARD) == pytest.approx(28 * 1.5e9 / 5e11)
-    assert step_s(SMALL, CARD, shards=2) == pytest.approx(14 * 1.5e9 / 5e11)
-    assert step_s(SMALL, CARD, moments_on_host=True) == pytest.approx(28 * 1.5e9 / 5e11 + 8 * 1.5e9 / 5e9)
-    assert step_s(SMALL, CARD, on_host=True) == pytest.approx(1.5)
-    assert step_s(SMALL._replace(adapters=1e7), CARD) == pytest.approx(28 * 1e7 / 5e11)
-
-
-# --- from sizes
-
-
-def test_costs_of_a_model_from_its_sizes(tmp_path):
-    from transformers import Qwen2Config
-
-    config = Qwen2Config(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=1000, tie_word_embeddings=True,
-    )  # fmt: skip
-    config.save_pretrained(tmp_path)
-    sizes = sizes_of(str(tmp_path))
-    costs = seconds.costs_of(sizes)
-    layer = 64 * (64 + 2 * 32 + 64) + 3 * 64 * 96 + (64 + 2 * 32) + 2 * 64
-    assert costs.active == 3 * layer and costs.head == 64_000 and costs.parameters == 3 * layer + 64_000 + 64
-    assert costs.attention == ((3 * 64, math.inf),) and costs.cache == ((3 * 2 * 32 * 2, math.inf),)
-    assert costs.inner == 2 * 96 and costs.adapters == 0
-    windowed = replace(sizes, layers=(*sizes.layers, replace(sizes.layers[0], window=7), Layer(10, state=5)))
-    costs = seconds.costs_of(windowed)
-    assert costs.cache == ((3 * 128, math.inf), (128, 7)) and costs.state == 5 and costs.layers == 5
+    model, away = Model(SMALL), PLAIN._replace(param_offload=True)
+    moved = PLAIN._replace(optimizer_offload=True)
+    assert step_s(model, load(), PLAIN, CARD) == pytest.approx(28 * 1.5e9 / 5e11)
+    assert step_s(model, load(2), PLAIN, CARD) == pytest.approx(14 * 1.5e9 / 5e11)
+    assert step_s(model, load(), moved, CARD) == pytest.approx(28 * 1.5e9 / 5e11 + 8 * 1.5e9 / 5e9)
+    assert step_s(model, load(), away, CARD) == pytest.approx(1.5)
+    lora = Model(layers(SMALL, expert_adapters=10**6), rank=1)
+    assert step_s(lora, load(), PLAIN, CARD) == pytest.approx(28 * 1e7 / 5e11)
 
 
 # --- more is never slower
@@ -231,11 +237,16 @@ def test_costs_of_a_model_from_its_sizes(tmp_path):
 def test_a_faster_card_is_never_slower(kind, field):
     card = KINDS[kind]
     faster = card._replace(**{field: 1.5 * getattr(card, field)})
-    routed = SMALL._replace(experts=8e9, expert_share=1 / 8, active=1.5e9, state=1e5)
-    for model in (SMALL, routed, SMALL._replace(adapters=1e7)):
+    moved, away = PLAIN._replace(optimizer_offload=True), PLAIN._replace(param_offload=True)
+    for sizes, rank in (
+        (SMALL, 0),
+        (layers(ROUTED, state=10**4, expert_share=1 / 8), 0),
+        (layers(SMALL, expert_adapters=10**6), 1),
+    ):
+        shared, model = engine(sizes, shared_by=2), Model(sizes, rank=rank)
         for n in (1, 30, 500):
-            assert decode_s(model, faster, n, 500, shared_by=2) <= decode_s(model, card, n, 500, shared_by=2)
-        for options in (dict(shards=4), dict(on_host=True), dict(recompute="full")):
-            before, after = (pass_s(model, x, WORK, backward=True, **options) for x in (card, faster))
+            assert decode_s(shared, faster, n, 500) <= decode_s(shared, card, n, 500)
+        for gpus, way in ((4, PLAIN), (1, away), (1, FULL)):
+            before, after = (took(sizes, WORK, way, rank=rank, card=x, gpus=gpus) for x in (card, faster))
             assert after <= before * (1 + 1e-9)
-        assert step_s(model, faster, moments_on_host=True) <= step_s(model, card, moments_on_host=True)
+        assert step_s(model, load(), moved, faster) <= step_s(model, load(), moved, card)

@@ -1,5 +1,7 @@
 """Sizes of models from their configs alone, against numbers that are worked out by hand."""
 
+import math
+
 import helpers_scripts as h
 import pytest
 import torch
@@ -46,17 +48,18 @@ def test_a_dense_model_by_hand(folder_of, tied):
     # q 8x8+8, k and v 8x4+4 each, o 8x8, gate, up and down 8x20 each, two norms of 8
     layer = 72 + 36 + 36 + 64 + 3 * 160 + 16
     assert [x.parameters for x in found.layers] == [layer] * 3
-    assert found.root == 800 * (1 if tied else 2) + 8 and found.head == 800 and found.is_tied is tied
-    assert found.total == found.active == found.root + 3 * layer
+    assert found.root == 800 * (1 if tied else 2) + 8 and found.head == 800
+    assert found.active == 3 * layer and found.total == found.root + 3 * layer
     first = found.layers[0]
-    assert first.results == 8 + 4 + 4 + 8 + 20 + 20 + 8 and (first.last, first.inner, first.attention) == (8, 20, 8)
-    assert (first.cache, first.window, first.state) == (2 * 2 * 2, None, 0)
-    assert found.cache_tokens(10) == 3 * 8 * 10
+    # of down, which is added to the residual, nothing is needed
+    assert first.results == 8 + 4 + 4 + 8 + 20 + 20 and (first.inner, first.attention) == (20, 8)
+    assert (first.cache, first.window, first.state) == (2 * 2 * 2, math.inf, 0)
+    assert found.cached(10) == 3 * 8 * 10
     # r (in + out) of each linear layer; the head has none
     pairs = [(8, 8), (8, 4), (8, 4), (8, 8), (8, 20), (8, 20), (20, 8)]
     assert list(first.adapted) == pairs and sum(found.adapters(2)) == 3 * 2 * sum(a + b for a, b in pairs)
     assert found.adapters(2)[:4] == (16, 16, 16, 8)
-    assert (found.vocabulary, found.hidden, found.heads, found.tower, found.experts) == (100, 8, 4, 0, 0)
+    assert (found.vocabulary, found.hidden, found.key_heads, found.tower, found.experts) == (100, 8, 2, 0, 0)
     assert sum(found.tensors) == found.total and found.tensors[0] == 800
     assert len(found.tensors) == 3 * 12 + (2 if tied else 3)
 
@@ -94,10 +97,10 @@ def test_a_mixture_of_experts_by_hand(folder_of):
     experts = 16 * (2 * 5 * 8 + 5 * 8)
     assert {x.parameters for x in found.layers} == {attention + experts + 16 * 8 + 16}  # router, two norms
     first = found.layers[0]
-    assert first.experts == experts and (found.experts, found.experts_used) == (16, 3)
-    assert found.active == found.total - 2 * experts * 13 / 16
+    assert first.experts == experts and (found.experts, found.expert_share) == (2 * experts, 3 / 16)
+    assert found.active == found.total - found.root - 2 * experts * 13 / 16
     # q, k, v, o, and of three experts gate and up together, and down
-    assert first.results == 24 + 12 + 12 + 8 + 3 * (10 + 8) and first.last == 0
+    assert first.results == 24 + 12 + 12 + 8 + 3 * (10 + 8)
     assert first.inner == 3 * 5 and first.attention == 24 and first.cache == 2 * 2 * 6
     # of each expert A and B beside (10, 8) and (8, 5)
     assert first.expert_adapters == 16 * (10 + 8 + 8 + 5)
@@ -130,8 +133,8 @@ def test_layers_with_windows_keep_what_is_in_them(folder_of):
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
     )
     found = sizes_of(folder_of(config))
-    assert [x.window for x in found.layers] == [16, 16, None] and {x.cache for x in found.layers} == {8}
-    assert found.cache_tokens(10) == 3 * 8 * 10 and found.cache_tokens(100) == 8 * (16 + 16 + 100)
+    assert [x.window for x in found.layers] == [16, 16, math.inf] and {x.cache for x in found.layers} == {8}
+    assert found.cached(10) == 3 * 8 * 10 and found.cached(100) == 8 * (16 + 16 + 100)
 
 
 def test_recurrent_layers_have_a_state_and_no_keys(folder_of):
@@ -156,7 +159,7 @@ def test_recurrent_layers_have_a_state_and_no_keys(folder_of):
     assert [x.state for x in found.layers] == [4 * 8 * 6] * 3 + [0]
     assert [x.cache for x in found.layers] == [0] * 3 + [2 * 2 * 8]
     assert found.layers[0].attention == 4 * 6 and found.layers[3].attention == 4 * 8
-    assert found.cache_tokens(50) == 3 * 192 + 50 * 32
+    assert found.cached(50) == 50 * 32 and found.state == 3 * 192
 
 
 def test_latent_attention_keeps_one_vector(folder_of):
@@ -215,4 +218,4 @@ def test_other_families_add_up(folder_of, config):
     found = sizes_of(folder_of(config))
     assert sum(found.tensors) == found.total and len(found.layers) == config.num_hidden_layers
     if config.model_type == "gpt2":  # its linear layers are of a class of its own
-        assert found.layers[0].results == 24 + 8 + 32 + 8 and found.layers[0].inner == 32
+        assert found.layers[0].results == 24 + 8 + 32 and found.layers[0].inner == 32

@@ -56,7 +56,7 @@ def hardware(gpu, host=1000, ranks=1, local=None):
 
 
 def chosen(args, *where, then=None):
-    found = settle(args, max(args.units.values()), [hardware(*where)], then)
+    found = settle(args, [hardware(*where)], then)
     memory = found.memory
     _, tokens = ways.budget_of(memory)
     return Way(memory.activation_checkpointing, tokens, memory.optimizer_offload, memory.param_offload)
@@ -114,7 +114,7 @@ def test_a_micro_batch_holds_what_is_never_divided(least, counts):
 def test_what_the_user_gave_wins(folder_of, given, gpu):
     args = build(train_grpo.Args, model=folder_of("1.5B"), max_prompt_length=100, max_response_length=400, **given)
     try:
-        memory = settle(args, 500, [hardware(gpu)]).memory
+        memory = settle(args, [hardware(gpu)]).memory
     except DoesNotFit:
         assert gpu < 100
         return
@@ -136,12 +136,9 @@ SMALL = Sizes(
     head=10**8,
     vocabulary=10**5,
     hidden=1000,
-    heads=10,
     key_heads=10,
     tensors=(10**8,) * 10,
-    experts=0,
-    experts_used=0,
-    is_tied=False,
+    expert_share=0.0,
 )
 
 
@@ -214,7 +211,7 @@ CASES = [
 @pytest.mark.parametrize(("shape", "ranks", "flags"), CASES, ids=str)
 def test_more_memory_never_chooses_a_more_expensive_way(folder_of, shape, ranks, flags):
     args = build(train_grpo.Args, model=folder_of(shape), **flags)
-    load = load_of(args, hardware(80, ranks=ranks), 1536)
+    load = load_of(args, hardware(80, ranks=ranks))
     every = ways.ways(args.memory, 1536, has_adapters="lora_rank" in flags)
 
     def place(gpu, host):
@@ -238,18 +235,18 @@ def test_more_ranks_need_less_of_each_gpu(folder_of):
 
 
 def test_all_ranks_choose_for_the_smallest_machine(folder_of):
-    args, least = build(train_grpo.Args, model=folder_of("14B")), 1536
+    args = build(train_grpo.Args, model=folder_of("14B"))
     small, large = hardware(80, 2000, 8), hardware(141, 4000, 8)
-    mixed = settle(args, least, [large] * 4 + [small] * 4)
-    assert mixed == settle(args, least, [small] * 8) == settle(args, least, [small] + [large] * 7)
-    assert mixed.memory != settle(args, least, [large] * 8).memory
+    mixed = settle(args, [large] * 4 + [small] * 4)
+    assert mixed == settle(args, [small] * 8) == settle(args, [small] + [large] * 7)
+    assert mixed.memory != settle(args, [large] * 8).memory
     hosts = [hardware(80, 4000, 8), hardware(80, 2000, 8)]
-    assert settle(args, least, hosts) == settle(args, least, [small] * 2)
+    assert settle(args, hosts) == settle(args, [small] * 2)
 
 
 def test_the_others_are_the_more_expensive_ways_in_their_order(folder_of):
     args = build(train_grpo.Args, model=folder_of("1.5B"))
-    found = settle(args, 1536, [hardware(24)])
+    found = settle(args, [hardware(24)])
     every = ways.ways(args.memory, 1536, has_adapters=False)
     rest = [Way(x.activation_checkpointing, x.ppo_max_token_len_per_gpu, *offloads(x)) for x in found.rest]
     assert rest == every[every.index(Way("full", 16384, optimizer_offload=True)) + 1 :]
@@ -259,7 +256,7 @@ def test_the_others_are_the_more_expensive_ways_in_their_order(folder_of):
 def test_the_others_fit_the_host_too(folder_of):
     """A save of 1.5B takes 14 bytes per parameter on the host, 20 GiB, and moments there 8 more, 32 GiB together."""
     args = build(train_grpo.Args, model=folder_of("1.5B"))
-    plenty, little = (settle(args, 1536, [hardware(80, host)]).rest for host in (1000, 30))
+    plenty, little = (settle(args, [hardware(80, host)]).rest for host in (1000, 30))
     assert any(x.optimizer_offload for x in plenty) and any(x.param_offload for x in plenty)
     assert little and not any(x.optimizer_offload or x.param_offload for x in little)
 
@@ -270,7 +267,7 @@ def offloads(memory):
 
 def test_what_is_chosen_is_said(folder_of):
     args = build(train_grpo.Args, model=folder_of("1.5B"))
-    lines = settle(args, 1536, [hardware(24, 128)]).text.splitlines()
+    lines = settle(args, [hardware(24, 128)]).text.splitlines()
     assert lines[0] == ("memory: --activation-checkpointing full --ppo-max-token-len-per-gpu 16384 --optimizer-offload")
     assert lines[1].startswith("planned for a GPU with 24.0 GiB: updating ") and lines[1].endswith("of 128.0 GiB")
 
@@ -279,7 +276,7 @@ def test_what_is_chosen_is_said(folder_of):
 
 
 def count(args, *where):
-    load = load_of(args, hardware(*where), max(args.units.values()))
+    load = load_of(args, hardware(*where))
     return [(x.is_frozen, x.is_away, x.sizes.head > 0) for x in load.models], load
 
 
@@ -327,7 +324,7 @@ def test_other_flags_of_a_run(folder_of):
 
 
 def recorded(args, *where):
-    found = settle(args, 1536, [hardware(*where)])
+    found = settle(args, [hardware(*where)])
     return json.loads(json.dumps(found.record | vars(found.memory)))
 
 
@@ -335,7 +332,7 @@ def test_a_resumed_run_goes_the_same_way_even_if_another_one_was_planned(folder_
     args = build(train_grpo.Args, model=folder_of("1.5B"))
     then = recorded(args, 79.2, 128)
     fewer = then | dict(ppo_max_token_len_per_gpu=4096, activation_checkpointing="full")  # after a rehearsal
-    found = settle(args, 1536, [hardware(79.2, 128)], fewer)
+    found = settle(args, [hardware(79.2, 128)], fewer)
     assert found.memory.ppo_max_token_len_per_gpu == 4096 and found.memory.activation_checkpointing == "full"
     assert found.text.startswith("memory: as before, --activation-checkpointing full ")
 
@@ -358,12 +355,11 @@ def test_a_resumed_run_says_why_it_goes_another_way(folder_of, where, flags, the
     model = folder_of("1.5B")
     record = recorded(build(train_grpo.Args, model=model), 79.2, 128) | then
     args = build(train_grpo.Args, model=model, **flags)
-    least = max(args.units.values())
     try:
-        found = settle(args, least, [hardware(*where)], record)
+        found = settle(args, [hardware(*where)], record)
     except DoesNotFit:
         with pytest.raises(DoesNotFit):  # and so does a new run
-            settle(args, least, [hardware(*where)])
+            settle(args, [hardware(*where)])
         return
     if reason is None:
         assert "as before" in found.text
@@ -371,24 +367,24 @@ def test_a_resumed_run_says_why_it_goes_another_way(folder_of, where, flags, the
         first, *rest = found.text.splitlines()
         assert first.startswith("the checkpoint's --activation-checkpointing ") and "is not used again, since" in first
         assert re.search(reason, first), first
-        assert "\n".join(rest) == settle(args, least, [hardware(*where)]).text
+        assert "\n".join(rest) == settle(args, [hardware(*where)]).text
 
 
 def test_a_resumed_run_with_a_reference_more_may_not_fit_any_more(folder_of):
     args = build(train_grpo.Args, model=folder_of("1.5B"))
-    planned = choose(load_of(args, hardware(79.2), 1536), args.memory, hardware(79.2))
+    planned = choose(load_of(args, hardware(79.2)), args.memory, hardware(79.2))
     barely = math.ceil(planned.needed.phases["updating"] / USABLE) / GIB
     more = build(train_grpo.Args, model=args.model, use_kl_loss=True)  # 2.9 GiB, and there are 2.8
-    found = settle(more, 1536, [hardware(barely)], recorded(args, barely))
+    found = settle(more, [hardware(barely)], recorded(args, barely))
     first, *rest = found.text.splitlines()
     assert " is not used again, since it does not fit any more: it takes 55.2 of 55.0 GiB of a GPU, and " in first
-    assert "\n".join(rest) == settle(more, 1536, [hardware(barely)]).text
+    assert "\n".join(rest) == settle(more, [hardware(barely)]).text
 
 
 def test_a_run_that_began_on_a_cpu_is_planned_anew_on_a_gpu(folder_of):
     args = build(train_grpo.Args, model=folder_of("0.5B"))
-    then = vars(settle(args, max(args.units.values()), [None]).memory)
-    assert settle(args, 1536, [hardware(80)], then) == settle(args, 1536, [hardware(80)])
+    then = vars(settle(args, [None]).memory)
+    assert settle(args, [hardware(80)], then) == settle(args, [hardware(80)])
 
 
 # --- nothing fits
@@ -416,7 +412,7 @@ NO_ROOM = dict(lora_rank=8, gpu_memory_utilization=0.9, max_num_seqs=8, param_of
 def test_one_sentence_says_what_does_not_fit(folder_of, shape, where, flags, words):
     args = build(train_grpo.Args, model=folder_of(shape), **flags)
     with pytest.raises(DoesNotFit, match=words) as error:
-        settle(args, 1536, [hardware(*where)])
+        settle(args, [hardware(*where)])
     assert "\n" not in str(error.value) and str(error.value).count(". ") == 0
 
 
@@ -424,7 +420,7 @@ def test_the_sentence_names_the_flags_of_the_script(folder_of):
     for script, flag in ((sft, "--max-token-len-per-gpu"), (train_grpo, "--ppo-max-token-len-per-gpu")):
         args = build(script.Args, model=folder_of("7B"))
         with pytest.raises(DoesNotFit, match=f" full {flag} 16384 --param-offload, and then a machine needs 21"):
-            settle(args, max(args.units.values()), [hardware(79.2, 128)])
+            settle(args, [hardware(79.2, 128)])
 
 
 LAUNCHED = """
@@ -435,7 +431,7 @@ from rl.run.command_line import parse
 import train_grpo
 
 def main(args):
-    settle(args, max(args.units.values()), [Hardware(8 * 2**30, 2**40, 2, 2)])
+    settle(args, [Hardware(8 * 2**30, 2**40, 2, 2)])
     print("it fits")
 
 main(parse(train_grpo.Args, ""))
@@ -453,4 +449,4 @@ def test_two_ranks_say_it_once_and_without_a_traceback(folder_of, tmp_path):
     ]
     assert len(own) == 1, printed
     assert printed.count("vLLM needs") == 2  # again at the end of torchrun's report
-    assert "settle" not in printed  # which has a traceback of its own
+    assert "in settle" not in printed  # which has a traceback of its own
