@@ -5,8 +5,8 @@
     huggingface/        config, tokenizer, safetensors in the compute dtype: transformers, vLLM and eval.py load it
     adapter/            with LoRA: the adapters alone, as PEFT saves them; huggingface/ has the sum of both
     huggingface_NAME/   the same of every other module that has an optimizer, such as a critic, and adapter_NAME/
-    trainer_state.json  step, arguments, hashes of data, tokenizer and what adapters stand beside, versions
-    MANIFEST.json       size and sha256 of every other file; written last
+    trainer_state.json  step, arguments, hashes of data, tokenizer and what adapters stand beside
+    MANIFEST.json       versions of torch and transformers, size and sha256 of every other file; written last
 
 A thread copies the state to the host and writes the copy while training goes on; only the next optimizer step waits
 for the copy. A checkpoint is written to a temporary folder, forced to disk and renamed: what has the final name was
@@ -14,13 +14,13 @@ complete, and the manifest tells whether it still is. Order of data and sampling
 is loaded is tensors and JSON, never code. docs/reliability.md lists what can go wrong.
 """
 
-import concurrent.futures
 import contextlib
 import json
 import math
 import pathlib
 import shutil
 import sys
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError
+from torch.cuda import Stream
 from transformers import PreTrainedTokenizerBase
 
 from rl.console import say
@@ -35,8 +36,8 @@ from rl.ranks import PATIENCE
 from rl.run import checkpoint_files as files
 from rl.run import checkpoint_tensors as tensors
 from rl.run import loop_state
-from rl.run.checkpoint_tensors import Trained
-from rl.run.export import Export, Exporter
+from rl.run.checkpoint_tensors import Place, ToSave, Trained
+from rl.run.export import Exporter, Exports
 from rl.run.loop_state import LoopState
 from rl.run.resume import trainer_state
 from rl.run.run_folder import RunFolder
@@ -71,12 +72,14 @@ class Saver:
         inside = resume_from is not None and resume_from.resolve().parent == folder.root.resolve()
         self.saved = trainer_state(resume_from)["step"] if inside else 0
         self.exporter = Exporter(tokenizer, folder.ranks)
-        self.host: tensors.Host | None = None  # what was saved last; the next save reuses the memory
-        self.copying: Future | None = None  # of the newest save
+        self.host = tensors.NO_HOST  # what was saved last; the next save reuses the memory
         self.pending: tuple[int, Future] | None = None  # step and outcome of the save that is being written
+        self.is_copied = threading.Event()  # whether the newest save needs its tensors no more
+        self.is_copied.set()
         self.writer = ThreadPoolExecutor(1, "checkpoint")
         # Of the writing threads: the main threads use the default group at the same time.
-        self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        # pyrefly: ignore[bad-assignment]  # this rank is in the group and so gets it
+        self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=PATIENCE)
         folder.write_status("running", self.saved)
 
     def save(self, step: int, trained: Trained, state: LoopState) -> None:
@@ -92,17 +95,16 @@ class Saver:
         self.settle()
         # All of this is taken here: while FSDP computes, a module holds other parameters than its own.
         exports, to_save = self.exporter.prepare(trained), tensors.tensors_to_save(trained)
-        stream = torch.cuda.Stream() if self.ranks.device.type == "cuda" else None  # beside the next rollout
+        stream = Stream() if self.ranks.device.type == "cuda" else None  # beside the next rollout
         if stream:
             stream.wait_stream(torch.cuda.current_stream())
         sys.setswitchinterval(SAVING_INTERVAL)
-        self.copying = self.writer.submit(self._copy, to_save, stream)
-        self.pending = step, self.writer.submit(self._save, step, exports, to_save.places, state)
+        self.is_copied.clear()
+        self.pending = step, self.writer.submit(self._save, step, exports, to_save, stream, state)
 
     def wait_until_copied(self) -> None:
         """Return when the tensors of the newest save may be changed, or moved, or their memory used again."""
-        if self.copying:
-            concurrent.futures.wait([self.copying])
+        self.is_copied.wait()
 
     def settle(self) -> None:
         """Wait for the save that is being written, if any, and take note of its outcome: the same one on all ranks."""
@@ -150,26 +152,27 @@ class Saver:
 
     # What the threads do
 
-    def _copy(self, to_save: tensors.ToSave, stream: torch.cuda.Stream | None) -> None:
-        """Copy `to_save` to `self.host`, and let go of the tensors: the main thread may then free them."""
+    def _copy(self, to_save: ToSave, stream: Stream | None) -> None:
+        """Copy `to_save` to the host, and let go of the tensors: the main thread may then free them."""
         try:
             if stream:
                 torch.cuda.set_device(self.ranks.device)  # a thread begins with the first device of the machine
             # Moments come with the first optimizer step, which may be after the first save.
-            if self.host is None or self.host.tensors.keys() != to_save.tensors.keys():
-                self.host = None
+            if self.host.tensors.keys() != to_save.tensors.keys():
+                self.host = tensors.NO_HOST  # frees the memory before it is taken again
                 self.host = tensors.make_host(to_save.tensors, pinned=stream is not None)
             tensors.copy(to_save, self.host, stream)
         finally:
             to_save.tensors.clear()
             to_save.pieces.clear()
+            self.is_copied.set()
 
-    def _save(self, step: int, exports: dict[str, Export], places: dict[str, tensors.Place], state: LoopState) -> None:
+    def _save(self, step: int, exports: Exports, to_save: ToSave, stream: Stream | None, state: LoopState) -> None:
         """Write a checkpoint. Raises Failed on all ranks, with nothing left of it."""
         root, is_main = self.folder.root, self.ranks.is_main
         try:
-            together(self.copying.result, self.group)  # memory may have been too small on one rank
-            self._write(step, exports, places, state)
+            together(lambda: self._copy(to_save, stream), self.group)  # memory may be too small on one rank
+            self._write(step, exports, to_save.places, state)
         except Failed as error:
             if is_main:
                 with contextlib.suppress(OSError, RuntimeError):
@@ -186,7 +189,7 @@ class Saver:
                 say(f"older checkpoints in {root} could not be removed: {error}")
             self.folder.write_status("running", step)
 
-    def _write(self, step: int, exports: dict[str, Export], places: dict[str, tensors.Place], state: LoopState) -> None:
+    def _write(self, step: int, exports: Exports, places: dict[str, Place], state: LoopState) -> None:
         """Write a checkpoint and give it its name. All ranks must enter; raises Failed on all of them."""
         root, ranks, group, host = self.folder.root, self.ranks, self.group, self.host.tensors
         temporary = gather(files.spare(root, "tmp", step), group)[0]
@@ -212,8 +215,8 @@ class Saver:
         def export() -> list[str]:
             if not ranks.is_main:
                 return []
-            written = {**origin, "torch": torch.__version__, "lora": self.exporter.write(temporary, exports, host)}
-            (temporary / "trainer_state.json").write_text(json.dumps(written | self.record, indent=2))
+            written = origin | {"lora": self.exporter.write(temporary, exports)} | self.record
+            (temporary / "trainer_state.json").write_text(json.dumps(written, indent=2))
             return sorted(str(p.relative_to(temporary)) for p in temporary.rglob("*") if p.is_file())
 
         def force_to_disk() -> dict[str, dict]:
@@ -223,7 +226,7 @@ class Saver:
             if ranks.is_main:
                 self.folder.check()
                 hashes = {name: entry for part in parts for name, entry in part.items()}
-                files.commit(temporary, root / f"global_step_{step}", {**origin, "versions": versions, "files": hashes})
+                files.commit(temporary, root / f"global_step_{step}", origin | {"versions": versions, "files": hashes})
 
         together(prepare, group)
         together(write, group)

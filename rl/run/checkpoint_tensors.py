@@ -54,6 +54,9 @@ class Host(NamedTuple):
     staging: torch.Tensor  # bytes, pinned for copies from a GPU
 
 
+NO_HOST = Host({}, [], torch.empty(0))
+
+
 class Saved(NamedTuple):
     """A tensor in the files of a folder. Its parts are views of the files: nothing is read before it is used."""
 

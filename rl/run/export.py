@@ -20,7 +20,7 @@ from rl.run.checkpoint_tensors import Trained
 FILE_BYTES = 5 * 10**9  # of a file in huggingface/, at most
 
 
-class Export(NamedTuple):
+class ToExport(NamedTuple):
     """What has to be known of a module when it is written, while training goes on."""
 
     module: PreTrainedModel
@@ -30,6 +30,9 @@ class Export(NamedTuple):
     num_weights: int  # trained or not
 
 
+Exports = dict[str, ToExport]  # by the names of modules
+
+
 class Exporter:
     """Writes the modules that a run trains, on rank 0. `frozen`: weights that nothing trains, read once."""
 
@@ -37,7 +40,7 @@ class Exporter:
         self.ranks, self.frozen, self.beside = ranks, {}, {}
         self.tokenizer_files = _files_of(tokenizer)  # made once: that holds Python's lock for up to 0.2 s
 
-    def prepare(self, trained: Trained) -> dict[str, Export]:
+    def prepare(self, trained: Trained) -> Exports:
         """What `write` has to know of the modules that learn, taken before they change. All ranks must enter."""
         exports = {}
         for name, (module, optimizer) in trained.items():
@@ -49,18 +52,16 @@ class Exporter:
             buffers = {key: x.to("cpu", copy=True) for key, x in models.buffers_in_files(module)}
             size = sum(x.numel() for x in module.parameters())
             others = self.frozen[name] | buffers
-            exports[name] = Export(module, list(tensors.learning(module)), others, self.beside[name], size)
+            exports[name] = ToExport(module, list(tensors.learning(module)), others, self.beside[name], size)
         return exports
 
-    def write(self, folder: pathlib.Path, exports: dict[str, Export], host: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Write huggingface/, and what families of the modules write, beside the state in `folder`. All names but the
-        first end in `_NAME`.
-
-        Args: host, this rank's part of the state. Returns: what families have to know of each module when it is loaded.
+    def write(self, folder: pathlib.Path, exports: Exports) -> dict[str, Any]:
+        """Write huggingface/, and what families of the modules write, beside the state in `folder`, which is complete.
+        All names but the first end in `_NAME`. Returns what families have to know of each module when it is loaded.
         """
         records = {}
         for i, (name, (module, keys, others, beside, _)) in enumerate(exports.items()):
-            suffix, learned = f"_{name}" if i else "", self._whole(folder / "state", module, name, keys, host)
+            suffix, learned = f"_{name}" if i else "", self._whole(folder / "state", module, name, keys)
             weights = {key: _alone(x) for key, x in models.exported(module, (others | learned).items())}
             files = folder / f"huggingface{suffix}"
             write_huggingface(files, module, weights | beside, self.tokenizer_files, self.ranks.dtype)
@@ -70,23 +71,16 @@ class Exporter:
         return records
 
     def _whole(
-        self, state: pathlib.Path, module: PreTrainedModel, name: str, keys: list[str], host: dict[str, torch.Tensor]
+        self, state: pathlib.Path, module: PreTrainedModel, name: str, keys: list[str]
     ) -> dict[str, torch.Tensor]:
-        """The weights that a module trains, in the compute dtype. What families have added keeps its own.
-
-        One rank has all of them on the host; of several, each has its own rows there, and the files have those of all.
+        """The weights that a module trains, from the files of all ranks, in the compute dtype. What families have added
+        keeps its own.
         """
         paths = {key: f"{name}/model/{key}" for key in keys}
-        saved = tensors.read(state, self.ranks.size, set(paths.values())) if self.ranks.size > 1 else None
-        whole = {}
+        saved, whole = tensors.read(state, self.ranks.size, set(paths.values())), {}
         for key, path in paths.items():
-            dtype = host[path].dtype if is_added(module, key) else self.ranks.dtype
-            whole[key] = torch.empty((saved or host)[path].shape, dtype=dtype)
-        if saved is None:
-            torch._foreach_copy_(list(whole.values()), [host[path] for path in paths.values()])
-        else:
-            for key, path in paths.items():
-                tensors.fill(whole[key], saved[path])
+            dtype = saved[path].dtype if is_added(module, key) else self.ranks.dtype
+            whole[key] = tensors.fill(torch.empty(saved[path].shape, dtype=dtype), saved[path])
         return whole
 
 

@@ -91,11 +91,6 @@ def choose_checkpoint(
         )
     if changes and folder.ranks.is_main:
         say(f"--force-resume: {path} is continued with other settings:\n{changes}")
-    if then["step"] == last and folder.ranks.is_main:
-        say(
-            f"{path}: all {last} steps are done. To learn more raise --total-training-steps or --total-epochs; to "
-            "begin another run give it an --experiment-name of its own"
-        )
     return path, records[0]
 
 
@@ -120,23 +115,16 @@ def find_checkpoint(resume_mode: str, root: pathlib.Path, ranks: Ranks) -> pathl
     is not a complete checkpoint, or if `disable` or the folder would mix a new run into another one under `root`.
     """
     steps = gather(files.list_steps(root) if ranks.is_main else [])[0]
-    if resume_mode == "disable":
-        if steps:
-            raise ValueError(
-                f"--resume-mode disable, but {root} holds checkpoints up to step {steps[-1]}; choose another "
-                "--experiment-name or --default-local-dir, or remove the folder"
-            )
-        return None
     if resume_mode != "auto":
-        path = pathlib.Path(resume_mode)
-        if problem := _problem(path, ranks):
+        path = None if resume_mode == "disable" else pathlib.Path(resume_mode)
+        if path and (problem := _problem(path, ranks)):
             raise _no_checkpoint(resume_mode, problem)
-        inside = path.resolve().parent == root.resolve()
-        if steps and not (inside and steps[-1] <= trainer_state(path)["step"]):
+        is_newest = path and path.resolve().parent == root.resolve() and steps[-1] <= trainer_state(path)["step"]
+        if steps and not is_newest:
             raise ValueError(
-                f"--resume-mode {resume_mode}, but {root} holds checkpoints of a run that went on from there, or of "
-                f"another one, up to step {steps[-1]}; give auto to continue from the newest, or another "
-                "--experiment-name to go on from the named one, or remove them"
+                f"--resume-mode {resume_mode}, but {root} holds checkpoints up to step {steps[-1]}, of another run or "
+                "of one that went on from there; give auto to continue from the newest, choose another "
+                "--experiment-name or --default-local-dir, or remove them"
             )
         return path
     rejected: list[str] = []

@@ -168,7 +168,8 @@ class Run:
         if newer := newer_than_tested():
             notes.append(f"newer than what was tested: {newer}; docs/troubleshooting.md has what was run")
         steps = range(self.first_step + 1, self.total_steps + 1)
-        left = f"steps {steps[0]}-{steps[-1]}" if steps else "no steps left"
+        more = "no steps left (raise --total-training-steps or --total-epochs to learn more)"
+        left = f"steps {steps[0]}-{steps[-1]}" if steps else more
         flags, rows = flat(self.args), self.args.train_batch_size
         work = f"{rows} {'rows' if self.args.rows_per_unit == 1 else 'pairs'} per step"
         if self.sampler:

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from extras import trackers
@@ -95,7 +95,7 @@ class Tracker:
         self.prints = enabled and "console" in flags.logger
         self.names = flags.project_name, flags.experiment_name
         self.metrics, self.generations = Lines(self.run_dir / METRICS), Lines(self.run_dir / GENERATIONS)
-        self.sinks: dict[str, trackers.Sink | None] = dict(sinks or {})
+        self.sinks = dict(sinks or {})
         if not enabled:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -110,10 +110,9 @@ class Tracker:
         (self.run_dir / CONFIG).write_text(json.dumps(config, indent=2))
 
         def connect(name: str) -> None:
-            self.sinks[name] = self.sinks[name] or trackers.connect(name, str(self.run_dir), *self.names, config)
+            self.sinks[name] = trackers.connect(name, str(self.run_dir), *self.names, config)
 
-        self.sinks |= {name: None for name in flags.logger if name != "console"}
-        self._for_each_sink(connect)
+        self._for_each([name for name in flags.logger if name != "console"], connect)
 
     def log(self, step: int, metrics: dict[str, float], line: str = "") -> None:
         """Record the metrics of a step; print `line` if --logger has console.
@@ -124,7 +123,7 @@ class Tracker:
             finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
             record = {"step": step, "time": time.time(), **finite}
             self.metrics.append(record)
-            self._for_each_sink(lambda name: trackers.hand_on(self.sinks[name], [record]))
+            self._for_each(self.sinks, lambda name: trackers.hand_on(self.sinks[name], [record]))
         if line:
             self.print(line)
 
@@ -133,7 +132,7 @@ class Tracker:
         if self.enabled and generations:
             records = [{"step": step, "kind": kind, **generation} for generation in generations]
             self.generations.append(*records)
-            self._for_each_sink(lambda name: trackers.hand_on(self.sinks[name], records))
+            self._for_each(self.sinks, lambda name: trackers.hand_on(self.sinks[name], records))
 
     def print(self, text: str) -> None:
         """Print on rank 0 if --logger has console."""
@@ -145,15 +144,15 @@ class Tracker:
         if self.enabled:
             self.metrics.close()
             self.generations.close()
-            self._for_each_sink(lambda name: self.sinks[name].close())
+            self._for_each(self.sinks, lambda name: self.sinks[name].close())
 
-    def _for_each_sink(self, call: Callable[[str], object]) -> None:
+    def _for_each(self, names: Iterable[str], call: Callable[[str], object]) -> None:
         """Call with the name of each sink. One that raises gets nothing more: none of its faults may end a run."""
-        for name in list(self.sinks):
+        for name in list(names):
             try:
                 call(name)
             except (Exception, SystemExit) as error:  # trackers also exit
-                del self.sinks[name]
+                self.sinks.pop(name, None)
                 hint = f" (pip install {name})" if isinstance(error, ImportError) else ""
                 again = shlex.join([name, str(self.run_dir), *self.names])
                 say(
@@ -167,22 +166,22 @@ class Lines:
     """A file of JSON lines. Those that a full disk refuses wait in memory and are written with the next ones."""
 
     def __init__(self, file: pathlib.Path):
-        self.file, self.pending, self.is_failing = file, bytearray(), False
+        self.file, self.pending = file, bytearray()
 
     def append(self, *records: dict[str, Any]) -> None:
         """Add a line for each record. What is not written, be it half a line, is the first to be written next time."""
+        was_failing = bool(self.pending)
         self.pending += "".join(json.dumps(record, default=str) + "\n" for record in records).encode()
         try:
             with open(self.file, "ab", buffering=0) as f:
                 while self.pending:
                     del self.pending[: f.write(self.pending)]
         except OSError as error:
-            if not self.is_failing:
+            if not was_failing:
                 say(f"{self.file} cannot be written: {error}; training goes on, its lines are kept", sys.stderr)
         else:
-            if self.is_failing:
+            if was_failing:
                 say(f"{self.file} can be written again; no line is missing", sys.stderr)
-        self.is_failing = bool(self.pending)
 
     def close(self) -> None:
         """Try once more, and say what is missing."""

@@ -396,7 +396,7 @@ def test_a_named_checkpoint_is_refused_where_it_would_mix_two_runs(task, unbroke
             shutil.copytree(unbroken / f"global_step_{step}", tmp_path / folder / f"global_step_{step}")
     one, named = tmp_path / "one", tmp_path / "one" / "global_step_2"
     for root in (one, tmp_path / "other", tmp_path / "last"):  # a later one; one of another run; both
-        with pytest.raises(ValueError, match=f"holds checkpoints of .* up to step {1 if root.name == 'other' else 3};"):
+        with pytest.raises(ValueError, match=f"holds checkpoints up to step {1 if root.name == 'other' else 3}, of"):
             resume.find_checkpoint(str(named), root, ranks)
     assert resume.find_checkpoint(str(named), tmp_path / "fresh", ranks) == named
     shutil.rmtree(one / "global_step_3")
@@ -801,19 +801,6 @@ def test_the_status_says_how_a_run_stands(task, policy_of, slow_disk, tmp_path):
     saver.close("completed", 10)
     assert status_of(tmp_path) == ("completed", 10)
     assert files.list_steps(tmp_path) == [4, 6]
-
-
-def test_a_run_that_is_complete_says_so(task, policy_of, tmp_path, capsys):
-    policy, optimizer, ranks = policy_of(task.model)
-    saver = open_run(task, tmp_path, ranks)
-    save_and_wait(saver, 9, {"actor": (policy, optimizer)})
-    del saver
-    saver = open_run(task, tmp_path, ranks)
-    assert "are done" not in capsys.readouterr().out
-    save_and_wait(saver, 10, {"actor": (policy, optimizer)})
-    del saver
-    open_run(task, tmp_path, ranks)
-    assert f"{tmp_path / 'global_step_10'}: all 10 steps are done. To learn more raise" in capsys.readouterr().out
 
 
 def test_whatever_a_save_fails_of_nothing_is_left_of_it(task, policy_of, tmp_path, monkeypatch, capsys):

@@ -130,7 +130,8 @@ def test_a_run_names_packages_that_are_newer_than_what_was_tested(start, capsys,
 
 
 def test_a_resumed_run_says_which_steps_are_left(start, capsys):
-    for saved, left in ((3, "steps 4-5"), (5, "no steps left")):
+    more = "no steps left (raise --total-training-steps or --total-epochs to learn more)"
+    for saved, left in ((3, "steps 4-5"), (5, more)):
         run, _, _ = start(save_freq=saved)
         run.begin_step(saved, {})
         run.saver.settle()

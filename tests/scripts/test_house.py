@@ -27,9 +27,9 @@ from launch import ROOT
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
     "core": 3410,
-    "wall": 1683,
-    "import train_grpo": 4382,
-    "import sft": 2627,
+    "wall": 1669,
+    "import train_grpo": 4368,
+    "import sft": 2613,
     "import eval": 1541,
     "eval.py": 107,
     "sft.py": 93,
