@@ -109,18 +109,19 @@ class Sample:
     """One response, with what is known about it. Arrays are numpy's; lists are converted.
 
     Only the rank that sampled it has the tokens, until another one trains on it. On other ranks `response_ids`,
-    `response_mask` and `rollout_logprobs` are None, and there are no columns.
+    `response_mask` and `rollout_logprobs` are None, and there are no columns. `score` is None until it is known. The
+    types leave these cases out, since code that reads tokens or scores runs where they are.
     """
 
     prompt_ids: np.ndarray  # int32; every rank has them, from the data
-    response_ids: np.ndarray | None  # int32
-    response_mask: np.ndarray | None  # int8: 1 on tokens that the policy sampled, 0 on what it was told in between
-    rollout_logprobs: np.ndarray | None  # float32
+    response_ids: np.ndarray  # int32
+    response_mask: np.ndarray  # int8: 1 on tokens that the policy sampled, 0 on what it was told in between
+    rollout_logprobs: np.ndarray  # float32
     finish_reason: str
     row_index: int
     outcome: Outcome | None = None  # what the policy's partner says of the response, if there is a partner
     columns: Columns = field(default_factory=dict)
-    score: Score | None = None  # None until it is known; without the text on other ranks
+    score: Score = None  # pyrefly: ignore[bad-assignment]  # see above; without the text on other ranks
     data_source: str = ""  # of its row
     response_length: int = 0  # tokens
     num_sampled: int = 0  # those of them that the policy sampled

@@ -17,23 +17,22 @@ def gather_responses(own_samples: Sequence[Sample], rows: Sequence[dict], ranks:
     Tokens and texts stay where they are: `batching.make_batch` sends tokens to the rank that trains on them. Args:
     rows, with the prompts of all ranks' samples. All data ranks must enter.
     """
-    of_rows = {row["row_index"]: (np.asarray(row["prompt_ids"], np.int32), row.get("data_source", "")) for row in rows}
-    own = []
+    sources = {row["row_index"]: row.get("data_source", "") for row in rows}
+    prompts = {row["row_index"]: np.asarray(row["prompt_ids"], np.int32) for row in rows}
+    own, responses = [], []
     for number, s in enumerate(own_samples):
         shared, above = 0, own_samples[number - 1] if number else None
         if above is not None and above.row_index == s.row_index:
             shared = len(s.prompt_ids) + common_prefix(above.response_ids, s.response_ids)
-        _, source = of_rows[s.row_index]
-        own.append(replace(s, data_source=source, rank=ranks.data_rank, number=number, shared=shared))
-    # Every rank has the prompts from the data, so they are not sent.
+        own.append(replace(s, data_source=sources[s.row_index], rank=ranks.data_rank, number=number, shared=shared))
+    # pyrefly: ignore[bad-argument-type]  # every rank has the prompts from the data, so they are not sent
     everyone, mine = ranks.all_gather(replace(s.without_tokens(), prompt_ids=None) for s in own), iter(own)
-    gathered = []
     for s in everyone:
         if s.rank == ranks.data_rank:
-            gathered.append(replace(next(mine), score=s.score, outcome=s.outcome))
+            responses.append(replace(next(mine), score=s.score, outcome=s.outcome))
         else:
-            gathered.append(replace(s, prompt_ids=of_rows[s.row_index][0]))
-    return gathered
+            responses.append(replace(s, prompt_ids=prompts[s.row_index]))
+    return responses
 
 
 def scores_of(responses: Sequence[Sample]) -> torch.Tensor:

@@ -84,7 +84,8 @@ def check_engine(
         fresh = [replace(s, response_mask=sampled_by(version, s)) for s in samples]
         samples = [s for s in fresh if s.num_sampled]
     probe = list(samples[:: max(1, len(samples) // num_probe)])[:num_probe]  # spread over the prompts
-    batch = beginnings(collate(probe or [Sample([0], [0], [0], [0.0], "stop", 0)]), policy.packed.max_tokens)
+    zero = np.zeros(1)  # for a rank without samples, which takes part in the pass
+    batch = beginnings(collate(probe or [Sample(zero, zero, zero, zero, "stop", 0)]), policy.packed.max_tokens)
     batch = take_rows(batch, range(len(batch.lengths)), ranks.device)
     with contextlib.ExitStack() as stack:
         seen = [(x, stack.enter_context(x.watched())) for x in policy.packed.families]
