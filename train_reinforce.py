@@ -32,13 +32,14 @@ import torch
 
 from extras.agents import token_rewards
 from extras.kl_terms import KLTerms
+from extras.variants import fixed_collisions
 from rl.data.batching import make_batch
 from rl.data.rows import Row
 from rl.data.types import Sample, Score, take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive, Share
 from rl.formulas import advantages, losses, schedule
 from rl.model.load import load_model, load_reference
-from rl.model.logprobs import fixed_collisions, fixed_logprobs, token_logprobs
+from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
@@ -93,8 +94,8 @@ class WithGreedy(Sampler):
         rows, sampling = self.prompts(step), self.task.sampling
         own_rows = self.ranks.own_slice(rows)
         greedy = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
-        ways = [sampling] * len(own_rows) + [greedy] * len(own_rows)  # how each prompt is answered
-        samples, tickets = self.ask(own_rows * 2, ways, step)
+        # First come the responses to all prompts, then the greedy ones.
+        samples, tickets = self.ask(own_rows * 2, [sampling] * len(own_rows) + [greedy] * len(own_rows), step)
         return rows, samples[: len(own_rows) * sampling.n], tickets
 
     def collect(self, tickets: Sequence[Ticket]) -> list[Score]:

@@ -24,9 +24,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.make_model import Random, config_of  # noqa: E402
 from extras.families import experts  # noqa: E402
+from extras.families.ways import family  # noqa: E402
 from rl.data.batching import collate  # noqa: E402
 from rl.data.types import Batch, Sampling, take_rows  # noqa: E402
-from rl.model.family import family  # noqa: E402
 from rl.model.load import load_model, weights_for_engine  # noqa: E402
 from rl.model.logprobs import token_logprobs  # noqa: E402
 from rl.model.roles import CausalLM  # noqa: E402

@@ -17,7 +17,6 @@ text. Args itself may have `text_only` too.
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
@@ -66,7 +65,6 @@ Temperature = Annotated[float, Limit("within 0.01 and 100", lambda x: 0.01 <= x 
 TemperatureOr0 = Annotated[float, Limit("0, or within 0.01 and 100", lambda x: x == 0 or 0.01 <= x <= 100)]
 TopK = Annotated[int, Limit("at least 1, or -1 for all tokens", lambda x: x >= 1 or x == -1)]
 Above1 = Annotated[float, Limit("above 1", lambda x: x > 1)]
-Url = Annotated[str, Limit("an address that begins with http:// or https://", re.compile("https?://[^/]").match, str)]
 Port = Annotated[int, Limit("within 1 and 65535", lambda x: 1 <= x <= 65535)]
 
 
@@ -123,11 +121,10 @@ def check_limits(args: Any) -> None:
             if all(values[other] in (None, False, 0, (), "none") for other in needs):
                 others = " or ".join(map(spelled, needs))
                 raise ValueError(f"{spelled(name)} {given} says nothing without {others}; add that, or leave it out")
-    for end, other in (("_lower", ""), ("_lb", "_ub"), ("_lower_bound", "_upper_bound")):
-        pairs = ((name, name.removesuffix(end) + other) for name in values if name.endswith(end))
-        for low, high in ((low, high) for low, high in pairs if high in values):
-            if values[low] > values[high]:
-                raise ValueError(f"{spelled(low)} {values[low]} is above {spelled(high)} {values[high]}; lower it")
+    for low in values:
+        high = low.replace("_lower_bound", "_upper_bound").replace("_lb", "_ub").removesuffix("_lower")
+        if low != high and high in values and values[low] > values[high]:
+            raise ValueError(f"{spelled(low)} {values[low]} is above {spelled(high)} {values[high]}; lower it")
 
 
 def spelled(name: str) -> str:

@@ -4,11 +4,14 @@ A teacher is a model on the ranks (teacher.py), or one behind a vLLM server (ser
 student.py.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from rl.flags import Free, Needs, Seconds, Url
+from rl.flags import Free, Limit, Needs, Seconds
+
+Url = Annotated[str, Limit("an address that begins with http:// or https://", re.compile("https?://[^/]").match, str)]
 
 
 @dataclass(frozen=True)

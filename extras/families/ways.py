@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from rl.console import say
 from rl.data.types import Batch
 from rl.model.attention import use_attention
-from rl.model.family import Pass, family
+from rl.model.family import Pass
 from rl.model.self_test import Trial
 
 SIMILAR = 0.8  # a row shorter than this share of the longest one in its padded pass begins the next pass
@@ -37,6 +37,11 @@ WAYS = {  # by name, the fastest first
     f"packed{words}{logits}": Way(is_padded=False, own_head=bool(logits), apart=apart)
     for (apart, words), logits in itertools.product(APART.items(), ("", ", with the logits of its own forward"))
 } | {"padded": Way(is_padded=True, own_head=True)}
+
+
+def family(model: nn.Module, name: str) -> Any:
+    """A model's family of this name; None if it does not belong to it."""
+    return next((x for x in model.packed.families if type(x).__module__.endswith(f".{name}")), None)
 
 
 def choose_way(trial: Trial, problem: str) -> None:

@@ -1,6 +1,7 @@
-"""What some algorithms look at besides tokens and scores, in train_grpo_variants.py and train_dapo.py.
+"""What some algorithms look at besides tokens and scores: train_grpo_variants.py, train_dapo.py and train_reinforce.py.
 
 Token selection says which tokens to learn from, and which a loss treats differently: token_selection.py has the rules.
+Collisions say how concentrated the distribution of a token is: collisions.py computes them.
 The score of a response has parts with names, the components: those that a reward function returns beside the score, the
 scores of several functions, and those of judges.
 """
@@ -43,6 +44,15 @@ def choose_tokens(
     from extras.variants import token_selection
 
     return token_selection.choose(flags, loss_mode, batch, updates, entropies, seed=seed, ranks=ranks)
+
+
+def fixed_collisions(model: Any, batch: Any, updates: Sequence[Any], *, sampling: Any) -> Any:
+    """The chance that two draws of a token agree, for every token that was sampled: see `collisions.collisions`. All
+    ranks must enter.
+    """
+    from extras.variants.collisions import collisions
+
+    return collisions(model, batch, updates, sampling=sampling)
 
 
 def require_components(scorer: Any, names: Iterable[str], *, flag: str) -> None:

@@ -107,8 +107,3 @@ class Family:
 def is_added(model: PreTrainedModel, name: str) -> bool:
     """Whether a parameter of a model is in none of its files, since a family has added it."""
     return any(x.is_added(name) for x in model.packed.families)
-
-
-def family(model: PreTrainedModel, name: str) -> Any:
-    """A model's family of this name; None if it does not belong to it."""
-    return next((x for x in model.packed.families if type(x).__module__.endswith(f".{name}")), None)

@@ -78,11 +78,6 @@ def fixed_entropies(model: nn.Module, batch: Batch, updates: Sequence[Update], *
     return over_micro_batches(model, batch, updates, response_logprobs, sampling, False)[1]
 
 
-def fixed_collisions(model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL) -> Tensor:
-    """As `fixed_logprobs`, the chance that two draws of a token agree: the sum over all tokens v of pi(v)^2."""
-    return over_micro_batches(model, batch, updates, response_collisions, sampling)[0]
-
-
 @torch.no_grad()
 def over_micro_batches(
     model: PreTrainedModel, batch: Batch, updates: Sequence[Update], head: Callable, *args: Any
@@ -227,19 +222,6 @@ def logits_of(source: PreTrainedModel | Tensor, hidden: Tensor, temperature: flo
         source = source.get_output_embeddings().weight
     logits = F.linear(hidden, source) if isinstance(source, Tensor) else source.packed.own_logits(source, hidden)
     return (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-
-
-def response_collisions(model: PreTrainedModel, hidden: Tensor, targets: Tensor, sampling: Sampling) -> tuple[Tensor]:
-    """The head of `fixed_collisions`: hidden (R, H), targets (R,), not used -> (R,)."""
-
-    truncate = truncation_of(sampling)
-
-    def collisions(h: Tensor) -> tuple[Tensor]:
-        logits = logits_of(model, h, sampling.temperature)
-        logits = truncate(logits) if truncate else logits
-        return (logits.softmax(-1).square().sum(-1),)
-
-    return in_chunks(collisions, hidden)  # pyrefly: ignore[bad-return]  # as many tensors as the head gives
 
 
 def _head_chunk(source, hidden, targets, temperature, truncate, entropy_grad):

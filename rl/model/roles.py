@@ -6,7 +6,7 @@ All of a policy learns, unless its flags say otherwise, and nothing of a referen
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -37,27 +37,18 @@ class CausalLM:
         families.prepare(model)
 
 
-class Learning(Protocol):
-    """What of a model learns: the group of flags that a script has for it."""
+class Learning:
+    """What of a model learns: all of it. The group of flags of a script that says otherwise has the same methods."""
 
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether the weights in the model's files stay as they are, and others are added, which learn."""
-        return False
+    keeps_weights = False  # whether the weights of the files stay as they are, and others are added, which learn
 
     def check_model(self, path: str, auto_class: Any = None, *, flag: str = "--model") -> None:
         """Raise ValueError, from its config alone, if the model in `path`, which `flag` has named, cannot learn so."""
-        return
 
     def apply(self, model: nn.Module, *, path: str, seed: int, ranks: Ranks) -> None:
         """Freeze what does not learn of a model that was loaded from `path`, and add what is added; `seed` is that of
         new weights.
         """
-        return
 
 
-class AllWeights(Learning):
-    """Nothing is frozen, and nothing is added."""
-
-
-CAUSAL_LM, ALL_WEIGHTS = CausalLM(), AllWeights()
+CAUSAL_LM, ALL_WEIGHTS = CausalLM(), Learning()

@@ -16,12 +16,11 @@ from workers.objectives import largest_error, make_batch, packed_backward, plain
 import train_grpo
 from extras.engines import hf
 from extras.families import experts
-from extras.families.ways import use_way
+from extras.families.ways import family, use_way
 from extras.lora import experts as lora_experts
 from rl.data.batching import collate, plan_updates
 from rl.data.types import Sample, Sampling, take_rows
 from rl.flags import build
-from rl.model.family import family
 from rl.model.load import weights_for_engine
 from rl.model.logprobs import token_logprobs
 from rl.sampling.engines.flags import EngineFlags

@@ -28,10 +28,10 @@ import train_grpo
 import train_reward
 from extras.engines import hf
 from extras.families import delta_rule, recurrent
+from extras.families.ways import family
 from extras.judges.scalar_models import ScalarModel
 from rl.flags import build
 from rl.model import load as models
-from rl.model.family import family
 
 CASE = ("all terms", "token-mean")
 

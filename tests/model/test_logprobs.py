@@ -1,8 +1,6 @@
 import copy
 import json
-import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import launch
 import pytest
@@ -39,7 +37,6 @@ from rl.model.logprobs import (
     _head_chunk,
     add_packed_forward,
     fixed_logprobs,
-    response_collisions,
     token_logprobs,
 )
 
@@ -437,17 +434,3 @@ def test_entropy_of_logits_far_from_zero(tiny_model):
     targets = torch.zeros(2, dtype=torch.long)
     near, far = (_head_chunk(w, hidden, targets, 1.0, None, False)[1] for w in (weight, weight - 100))
     assert (near - far).abs().max() < 2e-5
-
-
-@pytest.mark.parametrize("top_k", [-1, 3])
-def test_the_chance_that_two_draws_agree_is_that_of_the_truncated_distribution(top_k):
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 4, dtype=torch.float64, generator=generator) for n in (5, 6))
-    head = SimpleNamespace(weight=weight)
-    model = SimpleNamespace(packed=SimpleNamespace(own_logits=None), get_output_embeddings=lambda: head)
-    [found] = response_collisions(model, hidden, None, Sampling(temperature=0.7, top_k=top_k))
-    expected = []
-    for logits in (hidden @ weight.T / 0.7).tolist():
-        kept = sorted(map(math.exp, logits), reverse=True)[: 6 if top_k < 0 else top_k]
-        expected.append(sum((x / sum(kept)) ** 2 for x in kept))
-    assert found.tolist() == pytest.approx(expected)

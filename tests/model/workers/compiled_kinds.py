@@ -15,10 +15,9 @@ import transformers
 from torch.utils.checkpoint import checkpoint
 
 from extras.families import delta_rule, recurrent
-from extras.families.ways import use_way
+from extras.families.ways import family, use_way
 from rl.data.batching import collate
 from rl.data.types import Batch, Sample, Sampling
-from rl.model.family import family
 from rl.model.logprobs import add_packed_forward, token_logprobs
 from rl.model.sharding import Memory, _compile_for_all_lengths, shard
 from rl.ranks import init_ranks, shutdown_ranks
