@@ -25,7 +25,7 @@ def gather_responses(own_samples: Sequence[Sample], rows: Sequence[dict], ranks:
         if above is not None and above.row_index == s.row_index:
             shared = len(s.prompt_ids) + common_prefix(above.response_ids, s.response_ids)
         own.append(replace(s, data_source=sources[s.row_index], rank=ranks.data_rank, number=number, shared=shared))
-    # pyrefly: ignore[bad-argument-type]  # every rank has the prompts from the data, so they are not sent
+    # Every rank has the prompts from the data, so they are not sent.
     everyone, mine = ranks.all_gather(replace(s.without_tokens(), prompt_ids=None) for s in own), iter(own)
     for s in everyone:
         if s.rank == ranks.data_rank:
