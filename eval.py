@@ -87,9 +87,9 @@ def main(args: Args) -> dict[str, float]:
     rollout = EngineFlags(**vars(args.rollout))
     engine = make_engine(args.model, ranks, rollout, longest=longest, seed=args.seed, load_weights=True)
     seed = derive_seed(args.seed, engine.first_rank)
-    own_samples, tickets = sample_groups(engine, ranks.own_slice(rows), sampling, scorer.submit, partner, seed=seed)
-    own_scores = scorer.collect(tickets)
-    samples, scores = zip(*ranks.all_gather(zip(own_samples, own_scores, strict=True)), strict=True)
+    _, tickets = sample_groups(engine, ranks.own_slice(rows), sampling, scorer.submit, partner, seed=seed)
+    samples = ranks.all_gather(scorer.collect(tickets))
+    scores = [s.score for s in samples]
 
     # A group is the G responses to a prompt; a response that could not be scored counts as wrong, and is counted.
     rows_by_index = {row["row_index"]: row for row in rows}

@@ -35,7 +35,7 @@ from extras.kl_terms import KLTerms
 from extras.variants import fixed_collisions
 from rl.data.batching import make_batch
 from rl.data.rows import Row
-from rl.data.types import Sample, Score, take_rows
+from rl.data.types import Sample, take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive, Share
 from rl.formulas import advantages, losses, schedule
 from rl.model.load import load_model, load_reference
@@ -98,11 +98,11 @@ class WithGreedy(Sampler):
         samples, tickets = self.ask(own_rows * 2, [sampling] * len(own_rows) + [greedy] * len(own_rows), step)
         return rows, samples[: len(own_rows) * sampling.n], tickets
 
-    def collect(self, tickets: Sequence[Ticket]) -> list[Score]:
-        """The scores of the samples; `greedy_scores` are those of the greedy ones."""
-        scores = super().collect(tickets)
-        self.greedy_scores = scores[len(self.own_samples) :]
-        return scores[: len(self.own_samples)]
+    def collect(self, tickets: Sequence[Ticket]) -> list[Sample]:
+        """The samples with their scores; `greedy_scores` are those of the greedy ones."""
+        samples = super().collect(tickets)
+        self.greedy_scores = [s.score for s in samples[len(self.own_samples) :]]
+        return samples[: len(self.own_samples)]
 
 
 def main(args: Args) -> dict[str, float]:

@@ -26,7 +26,6 @@ from rl.data.batching import make_batch
 from rl.data.types import Sample, Score
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.sampling.responses import gather_responses, scores_of
-from rl.scoring.pool import with_scores
 
 GROUP = 8  # responses to a prompt
 BYTES_PER_TOKEN = 4 + 1 + 4  # of a response on its way to another rank: id, mask, log-prob
@@ -42,19 +41,21 @@ class Args:
     rounds: int = 3  # the fastest counts
 
 
-def make_own(args: Args, ranks: Ranks) -> tuple[list[dict], list[Sample], list[Score]]:
-    """All rows, and this rank's samples and scores."""
+def make_own(args: Args, ranks: Ranks) -> tuple[list[dict], list[Sample]]:
+    """All rows, and this rank's samples with scores."""
     rows = [
         {"row_index": i, "prompt_ids": np.random.default_rng(i).integers(0, 150_000, args.prompt_tokens).tolist()}
         for i in range(args.responses // GROUP)
     ]
-    rng, samples = np.random.default_rng(1000 + ranks.rank), []
+    rng, samples, text = np.random.default_rng(1000 + ranks.rank), [], "x" * int(3.5 * args.tokens)
     for row in ranks.own_slice(rows):
         for n in rng.integers(args.tokens // 2, args.tokens + 1, GROUP):
             ids, logprobs = rng.integers(0, 150_000, n), -rng.random(n)
-            samples.append(Sample(row["prompt_ids"], ids, np.ones(n), logprobs, "stop", row["row_index"]))
-    text = "x" * int(3.5 * args.tokens)
-    return rows, samples, [Score(text, float(i % 2), {"acc": float(i % 2)}, "ok", 0.1) for i in range(len(samples))]
+            right = float(len(samples) % 2)
+            score = Score(text, right, {"acc": right}, "ok", 0.1)
+            index = row["row_index"]
+            samples.append(Sample(row["prompt_ids"], ids, np.ones(n), logprobs, "stop", index, score=score))
+    return rows, samples
 
 
 def timed(ranks: Ranks, work: Callable[[], Any]) -> tuple[float, Any]:
@@ -68,11 +69,11 @@ def timed(ranks: Ranks, work: Callable[[], Any]) -> tuple[float, Any]:
 def main(args: Args) -> dict[str, float]:
     """Measure, print, and return the figures."""
     ranks = init_ranks()
-    rows, samples, scores = make_own(args, ranks)
+    rows, samples = make_own(args, ranks)
     limits = dict(mini_batch_size=args.responses // args.mini_batches, max_tokens=args.max_tokens)
     best: dict[str, float] = {}
     for _ in range(args.rounds):
-        sharing, responses = timed(ranks, lambda: gather_responses(with_scores(samples, scores), rows, ranks))
+        sharing, responses = timed(ranks, lambda: gather_responses(samples, rows, ranks))
         learn = scores_of(responses).isfinite()
         plan = partial(make_batch, responses, learn, ranks=ranks, **limits)
         batching, (batch, _) = timed(ranks, plan)

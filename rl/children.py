@@ -23,7 +23,9 @@ def start(function: str, *arguments: str, env: Mapping[str, str], fds: Sequence[
 
 
 def start_worker(function: str, theirs: socket.socket) -> subprocess.Popen:
-    """Start a process whose argument is the descriptor of its socket, `theirs`, which is closed here."""
+    """Start a process whose argument is the descriptor of its socket, `theirs`, which is closed here. The worker
+    ends with the thread that has started it.
+    """
     with theirs:
         return start(function, str(theirs.fileno()), env=os.environ | {"OMP_NUM_THREADS": "1"}, fds=[theirs.fileno()])
 

@@ -6,12 +6,11 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from typing import TextIO, TypeVar
+from typing import TextIO
 
 import psutil
 from tqdm import tqdm
 
-T = TypeVar("T")
 _torchrun = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
 _began = (_torchrun or psutil.Process()).create_time()
 _last = [_began]  # when the last phase of the start ended
@@ -78,7 +77,7 @@ def let_go_of_output() -> None:
             stream.flush()
 
 
-def progress(name: str, items: Iterable[T], total: int | None = None) -> tqdm:
+def progress(name: str, items: Iterable, total: int | None = None) -> tqdm:
     """Iterate over a phase with a progress bar: on rank 0, on a terminal, once it has taken five seconds."""
     quiet = True if os.environ.get("RANK", "0") != "0" else None  # None: quiet unless stderr is a terminal
     return tqdm(items, desc=name, total=total, delay=5, leave=False, disable=quiet)

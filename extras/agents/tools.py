@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from extras.agents import tool_server
 from extras.agents.plain import plain
-from rl.scoring.guard import awaited, import_file
+from rl.scoring.worker import awaited, import_file
 
 MOST_CALLS = 32  # of a turn; the policy is told that more are not made
 

@@ -19,8 +19,7 @@ from typing import Any
 from extras.agents.plain import plain
 from extras.agents.tools import load, schemas_of
 from rl.scoring import guard
-from rl.scoring.guard import awaited, traceback_text
-from rl.scoring.worker import as_number
+from rl.scoring.worker import as_number, awaited, traceback_text
 
 MAX_ANSWER = 64 << 20  # bytes of one answer
 MAX_REPORT = 1 << 20  # characters of a report, and of what messages have besides their content: all of it is kept

@@ -38,7 +38,7 @@ from rl.sampling.evaluation import summarize
 from rl.sampling.responses import gather_responses
 from rl.sampling.sampler import Task
 from rl.sampling.verify import check_engine
-from rl.scoring.pool import Ticket, raise_if_failing, with_scores
+from rl.scoring.pool import Ticket, raise_if_failing
 
 AVERAGED_STEPS = 8  # whose times are averaged: with staleness, short and long steps may alternate
 NUM_PROBES, PROBE_TOKENS = 4, 16  # responses to compare after a push of weights, and tokens of each
@@ -120,7 +120,7 @@ class SamplerPool:
         """
         rows, samples, tickets = self.take()
         end_phase("gen")
-        self.own_samples = with_scores(samples, self.scorer.collect(tickets))
+        self.own_samples = self.scorer.collect(tickets)
         end_phase("reward")
         responses = gather_responses(self.own_samples, rows, self.ranks)
         raise_if_failing(responses, self.task.max_error_frac)
@@ -154,8 +154,7 @@ class SamplerPool:
             leases = self.prompts.evaluation
             if self._wait(lambda: not leases.waiting and not leases.leased):
                 groups = [leases.ready[number] for number in sorted(leases.ready)]
-        samples = [sample for _, group, _ in groups for sample in group]
-        samples = with_scores(samples, self.scorer.collect([ticket for _, _, ticket in groups]))
+        samples = self.scorer.collect([ticket for _, _, ticket in groups])
         shown = self.task.val_rows[: self.task.validation.log_val_generations]
         return summarize([row for row, _, _ in groups], samples, self.task.tokenizer, self.ranks, shown=shown)
 

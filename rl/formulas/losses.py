@@ -38,12 +38,6 @@ def _clip_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) 
     return torch.maximum(free, bounded), bounded > free
 
 
-def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum of x over the entries with mask 1; an empty mask gives 0. Args: x, mask, same shape. Returns: scalar."""
-    check_shapes(x, mask)
-    return _keep(x, mask).sum()
-
-
 def aggregate(
     x: Tensor, mask: Tensor, mode: str, *, num_tokens: float, num_seqs: float, scale: float | None = None
 ) -> Tensor:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.data.order import derive_seed, prompts_for_step
 from rl.data.packed import Lazy, Row
-from rl.data.types import Evaluation, Sample, Sampling, Score
+from rl.data.types import Evaluation, Sample, Sampling
 from rl.model.load import weights_for_engine
 from rl.ranks import Ranks
 from rl.sampling.engines import Engine
@@ -29,7 +29,7 @@ from rl.sampling.groups import sample_groups
 from rl.sampling.loop import Partner
 from rl.sampling.responses import gather_responses
 from rl.sampling.verify import check_engine
-from rl.scoring.pool import Scorer, Ticket, raise_if_failing, with_scores
+from rl.scoring.pool import Scorer, Ticket, raise_if_failing
 
 
 class Task(NamedTuple):
@@ -108,7 +108,7 @@ class Sampler:
         self.end_phase("gen")
         if not stays_awake:
             self.sleep(policy)
-        self.own_samples = with_scores(self.own_samples, self.collect(tickets))
+        self.own_samples = self.collect(tickets)
         self.end_phase("reward")
         responses = gather_responses(self.own_samples, self.rows, self.ranks)
         raise_if_failing(responses, self.task.max_error_frac)
@@ -134,8 +134,8 @@ class Sampler:
         task, seed = self.task, derive_seed(self.task.seed, *step, self.engine.first_rank)
         return sample_groups(self.engine, own_rows, sampling, self.scorer.submit, task.partner, seed=seed)
 
-    def collect(self, tickets: Sequence[Ticket]) -> list[Score]:
-        """Wait for the scores of this rank's samples."""
+    def collect(self, tickets: Sequence[Ticket]) -> list[Sample]:
+        """Wait for the scores of this rank's samples. Returns the samples with these."""
         return self.scorer.collect(tickets)
 
     def sleep(self, policy: nn.Module) -> None:
@@ -153,10 +153,9 @@ class Sampler:
         """Score --val-n responses of the policy to each held-out prompt, sampled as the other --val flags say."""
         self.wake(policy)
         task, own_rows = self.task, self.ranks.own_slice(self.task.val_rows)
-        own_samples, tickets = self.ask(own_rows, task.validation.settings(task.sampling))
-        own_samples = with_scores(own_samples, self.scorer.collect(tickets))
+        _, tickets = self.ask(own_rows, task.validation.settings(task.sampling))
         shown = task.val_rows[: task.validation.log_val_generations]
-        return summarize(own_rows, own_samples, task.tokenizer, self.ranks, shown=shown)
+        return summarize(own_rows, self.scorer.collect(tickets), task.tokenizer, self.ranks, shown=shown)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to hold of this rank's sampler: nothing here, since prompts and seeds follow from the

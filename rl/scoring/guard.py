@@ -1,24 +1,18 @@
-"""What a worker does first, be it one that calls reward functions or one in which environments live.
+"""How a worker begins and ends, be it one that calls reward functions or one in which environments live.
 
-It imports the standard library and the user's files only, and may be killed at any moment. It is two processes: a
-guard, which outlives the other and kills whatever that one leaves behind.
+A worker may be killed at any moment. It is two processes: a guard, which outlives the other one and kills whatever that
+has left behind. No library does this: multiprocessing and concurrent.futures neither end a task that hangs nor find a
+daemon that it has started, and their processes outlive a trainer that is killed.
 """
 
 import contextlib
 import ctypes
-import importlib.util
-import inspect
 import os
 import resource
 import signal
 import socket
 import sys
-import traceback
-import zlib
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux
 
@@ -72,34 +66,3 @@ def adopt_orphans() -> None:
 def children_of_this() -> set[int]:
     """Ids of the processes that this thread has started or adopted, and that were not waited for."""
     return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
-
-
-def import_file(path: str) -> ModuleType:
-    """The module of a user's Python file, which may import its neighbours. Raises whatever importing it raises."""
-    sys.path.append(str(Path(path).resolve().parent))  # behind everything else
-    name = f"users_{zlib.crc32(path.encode())}"  # its stem may be the name of another module
-    if (spec := importlib.util.spec_from_file_location(name, path)) is None or spec.loader is None:
-        raise ValueError(f"{path} is no Python file: its name does not end with .py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def traceback_text() -> str:
-    """The traceback of the exception that is being handled, at most 20,000 characters of it: an exception may hold a
-    whole data set.
-    """
-    text = traceback.format_exc(limit=-8)
-    return text if len(text) <= 20_000 else f"{text[:10_000]}\n... {len(text)} characters ...\n{text[-10_000:]}"
-
-
-def awaited(result: Any, run: Callable[[Any], Any] | None = None) -> Any:
-    """What a user's function returned, also if it is `async`: then `run`, by default `asyncio.run`, waits for it."""
-    if not inspect.isawaitable(result):
-        return result
-    import asyncio  # takes longer than everything else here, so a worker without need for it starts in half the time
-
-    async def wait() -> Any:
-        return await result
-
-    return (run or asyncio.run)(wait())

@@ -2,7 +2,7 @@
 
     scorer = Scorer(("rewards/gsm8k.py", "my_style.py:brevity:0.2"), tokenizer, Scoring())
     samples, tickets = sample_groups(..., on_group=scorer.submit)   responses are scored while others are still sampled
-    scores = scorer.collect(tickets)                                one for each sample
+    samples = scorer.collect(tickets)                               the same samples, with their scores
 
 A ticket stands for the responses to one prompt. Any number of them may be open, also several of one prompt.
 
@@ -12,7 +12,6 @@ the group statistics and the loss, and is counted. (A wrong answer has a score, 
 """
 
 import os
-import pickle
 import queue
 import sys
 import threading
@@ -33,7 +32,6 @@ from rl.scoring.flags import BY_DATA_SOURCE, Scoring, parse_functions
 from rl.scoring.process import Worker
 from rl.scoring.trial import FAILED, try_functions
 
-TASKS_PER_WORKER = 1000  # then a fresh process takes over, whatever the functions have leaked
 RECHECK_EVERY = 100  # one task in so many is scored twice, to find rewards that are not functions of their input
 
 
@@ -88,22 +86,24 @@ class Scorer:
         if flags.allow_unsafe_code_execution:
             os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox, in the workers
         own_cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.workers = flags.reward_workers or min(max(own_cores, 1), 16)
+        self.num_workers = flags.reward_workers or min(max(own_cores, 1), 16)
         self.tokenizer, self.timeout_s, self.extra_info = tokenizer, flags.reward_timeout, extra_info
         self.functions = parse_functions(functions)
-        self.setup = pickle.dumps((self.functions, flags.reward_timeout, flags.reward_memory_mb))
         self.tasks: queue.SimpleQueue = queue.SimpleQueue()  # (future, arguments of `_score`), or None to stop
         self.total = 0  # tasks ever submitted
-        self.open: set[Future] = set()  # tasks that were not collected
         self.partner = partner
         self.judges: Sequence[Judge] = ()  # change what the functions gave; they have to be loaded before `collect`
-        hellos: list[Future] = [Future() for _ in range(self.workers)]
-        for hello in hellos:  # a worker dies with the thread that started it, so each has its own
-            threading.Thread(target=self._serve, args=(hello,), daemon=True).start()
-        if problems := [hello.result()["problem"] for hello in hellos if "problem" in hello.result()]:
-            self.close()
-            raise ValueError(f"--custom-reward-function {' '.join(functions)} cannot be loaded: {problems[0]}")
-        self.batched = hellos[0].result()["batched"]
+        setup = self.functions, flags.reward_timeout, flags.reward_memory_mb
+        workers = [Worker(*setup) for _ in range(self.num_workers)]
+        for worker in workers:  # all of them load the functions at the same time
+            reply = worker.load()
+            if "problem" in reply:
+                for started in workers:
+                    started.kill()
+                raise ValueError(f"--custom-reward-function {' '.join(functions)} cannot be loaded: {reply['problem']}")
+            self.batched = reply["batched"]
+        for worker in workers:  # daemons: an executor's threads would be waited for when a trainer fails
+            threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
         self.report, self.components = try_functions(self, rows)  # of each data source, names of parts of its scores
         self.judges = judges
 
@@ -115,33 +115,29 @@ class Scorer:
             ticket.tasks.append(Future())
             self.tasks.put((ticket.tasks[-1], row, samples[i : i + size], self.total % RECHECK_EVERY == 0))
             self.total += 1
-        self.open |= set(ticket.tasks)
         return ticket
 
-    def collect(self, tickets: Sequence[Ticket]) -> list[Score]:
-        """Wait for the scores of these tickets, one for each of their samples in their order. Prints the first failure.
+    def collect(self, tickets: Sequence[Ticket]) -> list[Sample]:
+        """Wait for the scores of these tickets. Returns their samples with scores, in order. Prints the first failure.
 
         If the run was asked to stop, no sample has a score: call `run.may_stop_after` then. With judges all ranks
         must enter. Raises RuntimeError if the pool itself has failed.
         """
         samples = [sample for ticket in tickets for sample in ticket.samples]
-        wanted = [task for ticket in tickets for task in ticket.tasks]
-        assert len(self.open & set(wanted)) == len(wanted), "a ticket is collected twice, or comes from another Scorer"
-        waiting = wait(wanted, timeout=0).not_done
-        while waiting and not stop.requested():
-            waiting = wait(waiting, timeout=0.2).not_done
-        if errors := [task.exception() for task in wanted if task.done() and task.exception()]:
+        tasks = [task for ticket in tickets for task in ticket.tasks]
+        while (waiting := wait(tasks, timeout=0.2).not_done) and not stop.requested():
+            pass
+        if errors := [task.exception() for task in tasks if task.done() and task.exception()]:
             raise RuntimeError("the pool of reward processes failed") from errors[0]
-        self.open -= set(wanted)
-        finished = [] if waiting else [task.result() for task in wanted]
-        if problems := [problem for _, problem in finished if problem]:
+        results = [] if waiting else [task.result() for task in tasks]
+        if problems := [problem for _, problem in results if problem]:
             say(f"reward: {len(problems)} problem(s), the first: {problems[0]}", sys.stderr)
-        scores = [score for part, _ in finished for score in part]
+        scores = [score for part, _ in results for score in part]
         scores = scores or [Score("", None, {}, "none", 0.0) for _ in samples]  # if the run was asked to stop
         rows = [ticket.row for ticket in tickets]
         for judge in self.judges:
             scores = judge.judge(rows, samples, scores)
-        return scores
+        return [replace(sample, score=score) for sample, score in zip(samples, scores, strict=True)]
 
     def load_judges(self, ranks: Ranks, max_tokens: int, fsdp_size: int | None) -> None:
         """Load each of the judges, as `Judge.load` says. All ranks must enter."""
@@ -150,22 +146,14 @@ class Scorer:
 
     def close(self) -> None:
         """End the workers."""
-        for _ in range(self.workers):
+        for _ in range(self.num_workers):
             self.tasks.put(None)
 
-    def _serve(self, hello: Future) -> None:
-        """One thread: keep one worker alive, and give it tasks."""
-        try:
-            worker = Worker(self.setup)
-            hello.set_result(worker.hello)
-        except Exception as error:  # such as that no process can be started: whoever made the pool waits for it
-            return hello.set_result({"problem": repr(error)})
+    def _serve(self, worker: Worker) -> None:
+        """One thread: give one worker tasks."""
         while (task := self.tasks.get()) is not None:
             future, *arguments = task
             try:
-                if worker.num_tasks == TASKS_PER_WORKER or worker.process.poll() is not None:
-                    worker.kill()
-                    worker = Worker(self.setup)
                 future.set_result(self._score(worker, *arguments))
             except Exception as error:  # `collect` raises it
                 future.set_exception(error)
@@ -173,6 +161,7 @@ class Scorer:
 
     def _score(self, worker: Worker, row: Row, samples: Sequence[Sample], twice: bool) -> tuple[list[Score], str]:
         """Let a worker score responses to a row. Returns the scores, and what went wrong, "" if nothing did."""
+        # pyrefly: ignore[missing-attribute]  # a rank has the tokens of its own samples
         texts = decode_responses(self.tokenizer, [s.response_ids.tolist() for s in samples])
         outcomes = [s.outcome or Outcome({}, 0.0, text, {}, {}) for s, text in zip(samples, texts, strict=True)]
         scores = [Score(x.text, None, {}, "none", 0.0) for x in outcomes]
@@ -186,10 +175,11 @@ class Scorer:
         reply = worker.score(calls, self.timeout_s, twice=twice)
         seconds = (time.monotonic() - start) / len(calls)
         problem, results = reply.get("problem", ""), reply.get("scored", [(None, {})] * len(calls))
+        without_score = "timeout" if reply.get("is_late") else "error" if problem else "none"
         if not reply.get("same", True):
             problem = "the same response scored twice gave two scores; the reward is not a function of its input"
         for i, (value, parts) in zip(asked, results, strict=True):
-            status = reply.get("status", "none") if value is None else "ok"
+            status = without_score if value is None else "ok"
             total = None if value is None else value + outcomes[i].reward
             scores[i] = Score(outcomes[i].text, total, parts, status, seconds)
         if problem:
@@ -211,13 +201,9 @@ def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: list[list[in
     return tokenizer.backend_tokenizer.decode_batch(responses, skip_special_tokens=True)
 
 
-def with_scores(samples: Sequence[Sample], scores: Sequence[Score]) -> list[Sample]:
-    """The samples with these scores, which are in their order."""
-    return [replace(s, score=score) for s, score in zip(samples, scores, strict=True)]
-
-
 def raise_if_failing(responses: Sequence[Sample], limit: float) -> None:
     """Raise RuntimeError if more than the share `limit` of the scores are missing by an error or a timeout."""
+    # pyrefly: ignore[missing-attribute]  # each has a score by now
     failed = sum(r.score.status in FAILED for r in responses)
     if failed > limit * len(responses):
         raise RuntimeError(

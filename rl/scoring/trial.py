@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from rl.data.rows import Row, no_ground_truth
 from rl.data.types import Sample, Score
 
@@ -45,17 +47,17 @@ def _describe(scorer: Any, row: Row, right: Score, empty: Score) -> str:
     if no_ground_truth(row):
         return f"without a ground truth, an empty response scores {_show(empty)}"
     if isinstance(row["extra_info"].get("answer"), str):
-        what = "the reference answer scores"
+        what = "the reference answer"
     elif _value(right) > _value(empty):
-        what = "the ground truth scores"
+        what = "the ground truth"
     else:
-        what, truth = "the ground truth, in every form tried, scores", _reference(row)
-        for form in ANSWER_FORMS if len(truth) < 1000 else ():  # the tests of a program are no answer
-            [score] = _scores(scorer, row, [form.replace("...", truth)])
-            if _value(score) > _value(right):
-                right = score
-                what = f"the ground truth as {form} scores" if _value(score) > _value(empty) else what
-    return f"{what} {_show(right)}, an empty one {_show(empty)}"
+        what = "the ground truth, in every form tried,"
+        for form in ANSWER_FORMS:
+            [score] = _scores(scorer, row, [form.replace("...", _reference(row))])
+            if _value(score) > _value(empty):
+                what, right = f"the ground truth as {form}", score
+                break
+    return f"{what} scores {_show(right)}, an empty one {_show(empty)}"
 
 
 def _scores(scorer: Any, row: Row, texts: Sequence[str]) -> list[Score]:
@@ -64,11 +66,12 @@ def _scores(scorer: Any, row: Row, texts: Sequence[str]) -> list[Score]:
     for text in texts:
         ids = scorer.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         outcome = scorer.partner.outcome_of(text) if scorer.partner else None
-        samples.append(Sample([], ids, [1] * len(ids), [0.0] * len(ids), "stop", 0, outcome))
-    return scorer.collect([scorer.submit(row, samples)])
+        tokens = np.array(ids), np.ones(len(ids)), np.zeros(len(ids))  # with mask and log-probs
+        samples.append(Sample(np.array([]), *tokens, "stop", 0, outcome))
+    return [sample.score for sample in scorer.collect([scorer.submit(row, samples)])]
 
 
-def _reference(row: dict[str, Any]) -> str:
+def _reference(row: Row) -> str:
     """extra_info.answer, a whole right response, else the ground truth; of a list or dict the first text in it."""
     answer, truth = row["extra_info"].get("answer"), row["reward_model"]["ground_truth"]
     if isinstance(answer, str):

@@ -1,27 +1,64 @@
-"""The process that calls reward functions: one task in, one result out, until its socket closes. See pool.py.
+"""The process that calls reward functions: one task in, one result out, until its connection closes. See pool.py.
 
-Tasks arrive as pickles from the trainer; results go back as lines of JSON, so that nothing a reward function returns
-can do more than be a number. guard.py says how such a process begins and ends.
+Tasks arrive as pickles from the trainer; results go back as JSON, so that nothing a reward function returns can do more
+than be a number. This file imports the standard library and the user's files only. guard.py says how such a process
+begins and ends.
 """
 
 import contextlib
 import copy
+import importlib.util
 import inspect
 import json
 import math
 import numbers
 import os
-import pickle
 import resource
-import signal
+import sys
 import time
+import traceback
+import zlib
 from collections.abc import Callable
 from decimal import Decimal
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
-from rl.scoring.guard import awaited, begin_worker, import_file, traceback_text
+from rl.scoring.guard import begin_worker
 
 Result = tuple[float | None, dict[str, float]]  # score and components of a response; score None means "no score"
+
+
+def traceback_text() -> str:
+    """The traceback of the exception that is being handled, at most 20,000 characters of it: an exception may hold a
+    whole data set.
+    """
+    text = traceback.format_exc(limit=-8)
+    return text if len(text) <= 20_000 else f"{text[:10_000]}\n... {len(text)} characters ...\n{text[-10_000:]}"
+
+
+def import_file(path: str) -> ModuleType:
+    """The module of a user's Python file, which may import its neighbors. Raises whatever importing it raises."""
+    sys.path.append(str(Path(path).resolve().parent))  # behind everything else
+    name = f"users_{zlib.crc32(path.encode())}"  # its stem may be the name of another module
+    if (spec := importlib.util.spec_from_file_location(name, path)) is None or spec.loader is None:
+        raise ValueError(f"{path} is no Python file: its name does not end with .py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def awaited(result: Any, run: Callable[[Any], Any] | None = None) -> Any:
+    """What a user's function returned, also if it is `async`: then `run`, by default `asyncio.run`, waits for it."""
+    if not inspect.isawaitable(result):
+        return result
+    import asyncio  # takes longer than everything else here, so a worker without need for it starts in half the time
+
+    async def wait() -> Any:
+        return await result
+
+    return (run or asyncio.run)(wait())
 
 
 class Reward(NamedTuple):
@@ -57,15 +94,14 @@ def read_result(value: Any) -> Result:
     """What a reward function returned for a response. A dict has `score`, and its other finite numbers are components;
     texts and other entries are left out. Raises ValueError without `score`, and for one that `as_number` refuses.
     """
-    found = value if isinstance(value, dict) else {"score": value}
-    if "score" not in found:
-        raise ValueError(f"returned a dict without 'score': {sorted(map(str, found))}")
-    components = {}
-    for key, entry in found.items():
-        if key != "score":
-            with contextlib.suppress(ValueError, TypeError, RuntimeError, OverflowError):  # a text, a list, NaN
-                components[str(key)] = as_number(entry)
-    return (None if found["score"] is None else as_number(found["score"])), components
+    parts = dict(value) if isinstance(value, dict) else {"score": value}
+    if "score" not in parts:
+        raise ValueError(f"returned a dict without 'score': {sorted(map(str, parts))}")
+    total, components = parts.pop("score"), {}
+    for key, part in parts.items():
+        with contextlib.suppress(ValueError, TypeError, RuntimeError, OverflowError):  # a text, a list, NaN
+            components[str(key)] = as_number(part)
+    return (None if total is None else as_number(total)), components
 
 
 def call(reward: Reward, calls: list[tuple]) -> list[Result]:
@@ -92,53 +128,50 @@ def score(rewards: list[Reward], calls: list[tuple]) -> list[Result]:
     for reward in rewards:
         for i, (value, parts) in enumerate(call(reward, copy.deepcopy(calls))):  # a function may change what it gets
             if len(rewards) > 1:
-                own = {} if value is None else {reward.label: value}
-                if reward is rewards[0] and value is not None:
-                    own["acc"] = parts.get("acc", value)
-                parts = own | {f"{reward.label}/{key}": part for key, part in parts.items()}
+                if value is not None:
+                    first = {"acc": parts.get("acc", value)} if reward is rewards[0] else {}
+                    components[i] |= {reward.label: value} | first
+                parts = {f"{reward.label}/{key}": part for key, part in parts.items()}
             components[i] |= parts
             totals[i] = None if value is None or (total := totals[i]) is None else total + reward.weight * value
     return list(zip(totals, components, strict=True))
 
 
-def limit(kind: int, soft: int, hard: int) -> None:
-    """Set a limit of this process, or a lower one: a hard limit that the user has set cannot be raised."""
-    most = resource.getrlimit(kind)[1]
-    soft, hard = (x if most == resource.RLIM_INFINITY else min(x, most) for x in (soft, hard))
-    resource.setrlimit(kind, (soft, hard))
+def limit(kind: int, most: int) -> None:
+    """Set a limit of this process, or a lower one that the user has set as the hard limit."""
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+class Rewards:
+    """The reward functions of this process."""
+
+    def load(self, functions: list[tuple[str, float, str, str]], timeout_s: float, memory_mb: int) -> dict[str, Any]:
+        """Load what `parse_functions` returns, under the limits of the flags. Says whether a function takes lists."""
+        if memory_mb:
+            limit(resource.RLIMIT_DATA, memory_mb << 20)
+        self.timeout_s, self.rewards = timeout_s, [load_reward(*function) for function in functions]
+        return {"batched": any(reward.batched for reward in self.rewards)}
+
+    def score(self, calls: list[tuple], twice: bool) -> dict[str, Any]:
+        """Score the responses of a task, perhaps twice, and say whether the results were the same."""
+        seconds = math.ceil(time.process_time() + self.timeout_s * len(calls) * (1 + twice))
+        limit(resource.RLIMIT_CPU, seconds)  # beyond it SIGXCPU kills
+        scored = score(self.rewards, calls)
+        return {"scored": scored, "same": not twice or score(self.rewards, calls) == scored}
 
 
 def main() -> None:
-    """The first message holds the reward functions and the limits, and every other one a task."""
-    trainer = begin_worker()
-    tasks, results = trainer.makefile("rb"), trainer.makefile("w")
+    """Answer one request of the trainer after the other, until it closes the connection."""
+    connection, rewards, pid = Connection(begin_worker().detach()), Rewards(), os.getpid()
     os.nice(10)
-    pid = os.getpid()
-
-    def reply(**message: Any) -> None:
-        if os.getpid() != pid:  # a reward function forked, and this is the child
-            os._exit(0)
-        print(json.dumps(message), file=results, flush=True)
-
-    functions, timeout_s, memory_mb = pickle.load(tasks)
-    if memory_mb:
-        limit(resource.RLIMIT_DATA, memory_mb << 20, memory_mb << 20)
-    try:
-        rewards = [load_reward(*function) for function in functions]
-    except BaseException:  # even SystemExit: the trainer reports it
-        reply(problem=traceback_text(), last=True)
-        signal.pause()  # to be killed, with everything that the files have started
-    reply(batched=any(r.batched for r in rewards))  # pyrefly: ignore[unbound-name]  # else the process waits above
-
-    while True:
-        try:
-            calls, twice = pickle.load(tasks)
-        except EOFError:
-            return
-        seconds = math.ceil(time.process_time() + timeout_s * len(calls) * (1 + twice))
-        limit(resource.RLIMIT_CPU, seconds, resource.getrlimit(resource.RLIMIT_CPU)[1])  # beyond it SIGXCPU kills
-        try:
-            scored = score(rewards, calls)
-            reply(scored=scored, same=not twice or score(rewards, calls) == scored)
-        except BaseException as error:  # a reward may raise anything, SystemExit included; the run goes on
-            reply(problem=traceback_text(), status="error", last=isinstance(error, MemoryError))
+    with contextlib.suppress(EOFError):
+        while True:
+            method, *arguments = connection.recv()
+            try:
+                reply = getattr(rewards, method)(*arguments)
+            except BaseException as error:  # a reward may raise anything, SystemExit included; the run goes on
+                reply = {"problem": traceback_text(), "is_last": isinstance(error, MemoryError)}
+            if os.getpid() != pid:  # a reward function forked, and this is the child
+                os._exit(0)
+            connection.send_bytes(json.dumps(reply).encode())

@@ -73,15 +73,6 @@ def gradient(function, logp, *tensors, **options):
     return loss.detach(), clipped, torch.autograd.grad(loss.sum(), leaf)[0]
 
 
-def test_masked_sum_matches_hand_values():
-    x, mask = f64([[1.0, NAN, 2.0], [6.0, math.inf, 9.0]]), f64([[1, 0, 1], [1, 0, 0]])
-    assert losses.masked_sum(x, mask) == 9.0
-    assert losses.masked_sum(x * NAN, mask * 0) == 0
-    leaf = x.clone().requires_grad_()
-    losses.masked_sum(leaf, mask).backward()
-    assert torch.equal(leaf.grad, mask)
-
-
 # --- policy losses ---
 
 
@@ -513,7 +504,6 @@ FOUR = [BT, BT.flip(0), BT.flip(1) + 0.1, MASK]
 CALLS = {name: (f, FOUR, CLIPS) for name, f in POLICY.items()} | {
     "kl": (losses.kl, [BT, BT.flip(0)], {"kind": "k3+"}),
     "aggregate": (losses.aggregate, [BT, MASK], {"mode": MODES[2], "num_tokens": 22, "num_seqs": 5}),
-    "masked_sum": (losses.masked_sum, [BT, MASK], {}),
 }
 MASKED = sorted(set(CALLS) - {"kl"})  # which takes no mask
 
@@ -595,4 +585,4 @@ def test_policy_losses_ignore_each_spoiled_input_alone(name):
 def test_policy_losses_do_not_hide_a_valid_nan(name):
     logp = BT.clone()
     logp[0, 0] = NAN
-    assert losses.masked_sum(POLICY[name](logp, *FOUR[1:], **CLIPS)[0], MASK).isnan()
+    assert POLICY[name](logp, *FOUR[1:], **CLIPS)[0].sum().isnan()

@@ -10,11 +10,11 @@ import pytest
 
 import train_grpo
 from rl import mistakes, stop
+from rl.console import progress_line
 from rl.data.rows import read_rows
 from rl.flags import build, check_limits
 from rl.formulas.schedule import lr_factor
 from rl.run.tracking import Tracker
-from rl.scoring.pool import with_scores
 
 
 def ended_by(action, capsys):
@@ -49,7 +49,7 @@ def not_ours():
 
 
 BUGS = {
-    "the interpreter's ValueError in our code": lambda: with_scores([1], []),
+    "the interpreter's ValueError in our code": lambda: progress_line(1, 2, {"train/loss": "x"}),
     "our code called in a wrong way": lambda: check_limits(None),
     "a library's ValueError": lambda: json.loads("{"),
     "a ValueError of a user's own module": lambda: not_ours(),

@@ -36,7 +36,7 @@ def train(folder: Path) -> None:
     runs = json.loads((folder / "runs.json").read_text())
     scorer = Scorer(runs[0]["settings"]["custom_reward_function"], tokenizer=None, flags=Scoring())
     found = {name: int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")}
-    (folder / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found | {"reward_workers": scorer.workers}))
+    (folder / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found | {"reward_workers": scorer.num_workers}))
     scorer.close()
     h.run_entries(runs)
 

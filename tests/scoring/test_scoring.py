@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from extras.variants import require_components
 from rl.data.types import Sample, Score
-from rl.scoring import pool as scoring
+from rl.scoring import process
 from rl.scoring.flags import Scoring
 from rl.scoring.pool import Scorer, decode_responses, parse_functions, raise_if_failing
 from rl.scoring.trial import try_functions
@@ -90,10 +90,20 @@ def sample(tokenizer, index, text):
     return Sample([1], ids, [1] * len(ids), [0.0] * len(ids), "stop", index)
 
 
+def collected(scorer, tickets):
+    """Scores of the samples of these tickets."""
+    samples = scorer.collect(tickets)
+    submitted = [s for ticket in tickets for s in ticket.samples]
+    assert [(s.row_index, s.response_ids.tolist()) for s in samples] == [
+        (s.row_index, s.response_ids.tolist()) for s in submitted
+    ]
+    return [s.score for s in samples]
+
+
 def score(scorer, *texts, **fields):
     """Scores of the responses `texts` to one prompt."""
     samples = [sample(scorer.tokenizer, 7, text) for text in texts]
-    return scorer.collect([scorer.submit(row(7, **fields), samples)])
+    return collected(scorer, [scorer.submit(row(7, **fields), samples)])
 
 
 def values(scores):
@@ -123,7 +133,7 @@ def test_scores_find_their_samples_whatever_finishes_first(pool, write, tokenize
         groups = {i: [sample(tokenizer, i, str(k)) for k in (8, 5, 9)] for i in rows}
         tickets = {i: scorer.submit(rows[i], groups[i]) for i in (3, 0, 4, 1)}
         order = [1, 4, 0, 3]  # as the engine returned them, not as they were submitted
-        scores = scorer.collect([tickets[i] for i in order])
+        scores = collected(scorer, [tickets[i] for i in order])
         assert values(scores) == [100 * i + 1000 * (i % 2) + k for i in order for k in (8, 5, 9)]
         assert [s.text for s in scores] == ["8", "5", "9"] * 4 and set(statuses(scores)) == {"ok"}
 
@@ -139,8 +149,8 @@ def test_a_reward_sees_the_text_and_the_length_of_the_response(pool, write, toke
 
 def test_nothing_submitted_nothing_collected(pool, write):
     scorer = pool(write("return 1.0"))
-    assert scorer.collect([]) == [] == scorer.collect([])
-    assert scorer.collect([scorer.submit(row(3), [])]) == []
+    assert collected(scorer, []) == [] == collected(scorer, [])
+    assert collected(scorer, [scorer.submit(row(3), [])]) == []
 
 
 @pytest.mark.parametrize("clean_up", [False, True])
@@ -177,32 +187,21 @@ def test_batches_of_the_same_rows_are_scored_side_by_side(pool, tokenizer, tmp_p
     later, said_later = batch(3)  # and the next step's, before anything is collected
     next_step = [scorer.submit(rows[i], later[i]) for i in range(4)]
 
-    found = scorer.collect(next_step)
+    found = collected(scorer, next_step)
     assert values(found) == expected(said_later, range(4)) and set(values(found)) == {0.0, 1.0}
     assert [s.text for s in found] == [text for i in range(4) for text in said_later[i]]
-    assert values(scorer.collect(baselines[::-1])) == expected(said_greedily, [3, 2, 1, 0])
+    assert values(collected(scorer, baselines[::-1])) == expected(said_greedily, [3, 2, 1, 0])
     again = scorer.submit(rows[2], sampled[2])
-    assert values(scorer.collect([tickets[2], again, tickets[0]])) == expected(said, [2, 2, 0])
-    assert values(scorer.collect([tickets[1], tickets[3]])) == expected(said, [1, 3])
-    assert not scorer.open
-
-
-def test_a_ticket_counts_once(pool, write, tokenizer):
-    scorer = pool(write("return 1.0"))
-    ticket = scorer.submit(row(3), [sample(tokenizer, 3, "a")])
-    with pytest.raises(AssertionError, match="a ticket is collected twice"):
-        scorer.collect([ticket, ticket])
-    assert values(scorer.collect([ticket])) == [1.0]
-    with pytest.raises(AssertionError, match="a ticket is collected twice, or comes from another Scorer"):
-        scorer.collect([ticket])
+    assert values(collected(scorer, [tickets[2], again, tickets[0]])) == expected(said, [2, 2, 0])
+    assert values(collected(scorer, [tickets[1], tickets[3]])) == expected(said, [1, 3])
 
 
 def test_two_pools_do_not_mix(pool, write):
     first = pool(write("return 1.0", name="a/reward.py"))
     second = pool(write("return 2.0", name="b/reward.py"))
     tickets = [x.submit(row(0), [sample(x.tokenizer, 0, "x")] * 20) for x in (first, second)]
-    assert values(second.collect(tickets[1:])) == [2.0] * 20
-    assert values(first.collect(tickets[:1])) == [1.0] * 20
+    assert values(collected(second, tickets[1:])) == [2.0] * 20
+    assert values(collected(first, tickets[:1])) == [1.0] * 20
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -362,7 +361,7 @@ def test_a_batched_function_gets_a_prompt_at_a_time(pool, write, tokenizer):
     scorer = pool(path, workers=2)
     groups = {i: [sample(tokenizer, i, "a" * n) for n in lengths] for i, lengths in {0: (1, 5), 1: (2, 2, 1)}.items()}
     tickets = {i: scorer.submit(row(i), group) for i, group in groups.items()}
-    scores = scorer.collect([tickets[1], tickets[0]])
+    scores = collected(scorer, [tickets[1], tickets[0]])
     assert values(scores) == [1.0, 1.0, 0.0, 0.0, 1.0]
     assert [s.components["size"] for s in scores] == [3.0, 3.0, 3.0, 2.0, 2.0]
 
@@ -402,7 +401,7 @@ def test_failures_have_no_score_the_rest_has_and_the_first_is_printed_once(pool,
     scorer = pool(write("return 1.0 / (ground_truth not in '14')"), workers=2)
     samples = [sample(tokenizer, i, f"it is {i}") for i in (3, 0, 4, 1, 2)]
     tickets = [scorer.submit(row(s.row_index, truth=str(s.row_index)), [s]) for s in samples]
-    scores = scorer.collect(tickets)
+    scores = collected(scorer, tickets)
     assert values(scores) == [1.0, 1.0, None, None, 1.0]
     assert statuses(scores) == ["ok", "ok", "error", "error", "ok"]
     out, err = capfd.readouterr()
@@ -488,7 +487,7 @@ def test_a_function_may_change_what_it_is_given(pool, write, capfd):
     the_row = row(7, list=[1, 2], index=3)
     samples = [sample(scorer.tokenizer, 7, "text")]
     for _ in range(2):
-        (result,) = scorer.collect([scorer.submit(the_row, samples)])
+        (result,) = collected(scorer, [scorer.submit(the_row, samples)])
         assert result.components == {"acc": 0.0, "a": 0.0, "b": 0.0, "c": 1.0, "c/sum": 3.0, "c/index": 3.0}
         assert result.text == "text"
     assert the_row["extra_info"] == {"list": [1, 2], "index": 3} and capfd.readouterr().err == ""
@@ -599,7 +598,7 @@ def test_the_time_in_which_a_job_is_suspended_does_not_count(pool, write, tokeni
     until((tmp_path / "begun").exists)
     job = " ".join(map(str, [os.getpid(), *descendants(os.getpid())]))
     subprocess.run(f"kill -STOP {job}; sleep 3; kill -CONT {job}", shell=True)  # of 2 s that it may take
-    assert [(x.value, x.status) for x in scorer.collect([ticket])] == [(1.0, "ok")]
+    assert [(x.value, x.status) for x in collected(scorer, [ticket])] == [(1.0, "ok")]
 
 
 def test_a_worker_killed_from_outside_loses_its_own_response_only(pool, write, tokenizer, tmp_path, capfd):
@@ -615,7 +614,7 @@ def test_a_worker_killed_from_outside_loses_its_own_response_only(pool, write, t
     ticket = scorer.submit(row(7), samples)
     until(lambda: (tmp_path / "a").exists() and (tmp_path / "a").read_text(), 60, "no worker took the first response")
     os.kill(int((tmp_path / "a").read_text()), signal.SIGKILL)
-    assert statuses(scorer.collect([ticket])) == ["error", "ok", "ok"]
+    assert statuses(collected(scorer, [ticket])) == ["error", "ok", "ok"]
     assert "signal SIGKILL" in capfd.readouterr().err
     # One that dies while it waits for work costs nothing.
     idle = {int((tmp_path / name).read_text()) for name in "bc"}
@@ -678,8 +677,8 @@ def test_every_hundredth_task_is_scored_twice(pool, write):
 
 
 def test_a_thousand_tasks_leave_nothing_behind_and_workers_are_replaced(pool, write, tokenizer, monkeypatch):
-    assert scoring.TASKS_PER_WORKER == 1000
-    monkeypatch.setattr(scoring, "TASKS_PER_WORKER", 100)
+    assert process.TASKS_PER_WORKER == 1000
+    monkeypatch.setattr(process, "TASKS_PER_WORKER", 100)
     scorer = pool(write("import os\nreturn os.getpid()"), workers=2)
     one = sample(tokenizer, 7, "a")
 
@@ -688,7 +687,7 @@ def test_a_thousand_tasks_leave_nothing_behind_and_workers_are_replaced(pool, wr
 
     pids = set()
     for round in range(10):
-        scores = scorer.collect([scorer.submit(row(7), [one] * 100)])
+        scores = collected(scorer, [scorer.submit(row(7), [one] * 100)])
         assert set(statuses(scores)) == {"ok"}
         pids |= set(values(scores))
         if round == 0:
@@ -705,7 +704,7 @@ def test_workers_leave_the_machine_to_the_trainer(pool, write):
 @pytest.mark.parametrize(("ranks", "expected"), [(1, min(os.cpu_count(), 16)), (10_000, 1)])
 def test_ranks_share_the_cores(pool, write, monkeypatch, ranks, expected):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert pool(write("return 1.0"), workers=None).workers == expected
+    assert pool(write("return 1.0"), workers=None).num_workers == expected
 
 
 TRAINER = """
@@ -749,7 +748,7 @@ def test_a_pool_that_breaks_says_so_instead_of_waiting(pool, write, tokenizer):
     incomplete = {name: value for name, value in row(7).items() if name != "extra_info"}
     ticket = scorer.submit(incomplete, [sample(tokenizer, 7, "a")])
     with pytest.raises(RuntimeError, match="the pool of reward processes failed") as error:
-        scorer.collect([ticket])
+        collected(scorer, [ticket])
     assert isinstance(error.value.__cause__, KeyError)
 
 
@@ -774,7 +773,7 @@ def test_check_scores_the_reference_and_an_empty_response_of_every_source(pool, 
         "short: the ground truth scores 0.25, an empty one -0.25; "
         "swapped: the reference answer scores -0.25, an empty one -0.25"
     )
-    assert capfd.readouterr().err == "" and scorer.collect([]) == []
+    assert capfd.readouterr().err == "" and collected(scorer, []) == []
 
 
 def test_check_finds_rows_without_a_ground_truth_that_a_function_cannot_score(pool, write, capfd):
@@ -906,7 +905,7 @@ def test_the_default_reward_grades_numbers_formulas_and_code_in_the_same_pool(ev
     for i, (source, (truth, *texts)) in enumerate(rows.items()):
         group = [sample(scorer.tokenizer, i, text) for text in texts]
         tickets.append(scorer.submit(row(i, source=source, truth=truth), group))
-    scores = scorer.collect(tickets)
+    scores = collected(scorer, tickets)
     scorer.close()
     assert [s.text for s in scores] == [text for _, *texts in rows.values() for text in texts]
     assert values(scores) == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.5, 0.0]
@@ -919,7 +918,7 @@ def test_an_answer_that_is_a_bomb_scores_0_and_its_worker_lives(every_character,
     truth = json.dumps({"test_list": ["assert f(1) == 1", "assert sum(f(2)) == 3"]})
     answers = ["range(10**12)", "__import__('os')._exit(0)", "x"]
     group = [sample(scorer.tokenizer, 0, f"```python\ndef f(x): return x if x == 1 else {a}\n```") for a in answers]
-    scores = scorer.collect([scorer.submit(row(0, truth=truth), group)])
+    scores = collected(scorer, [scorer.submit(row(0, truth=truth), group)])
     scorer.close()
     assert values(scores) == [0.0, 0.5, 0.5] and statuses(scores) == ["ok"] * 3
 
@@ -1028,7 +1027,7 @@ def test_judges_change_scores_one_after_the_other(tokenizer, write, no_processes
         assert [judge.loaded for judge in judges] == [[("ranks", 64, None)]] * 2
         answers = zip(rows, ("12", "123"), strict=True)
         tickets = [scorer.submit(x, [sample(tokenizer, x["row_index"], text)]) for x, text in answers]
-        scores = scorer.collect(tickets)
+        scores = collected(scorer, tickets)
         assert values(scores) == [10.0, 15.0]
         assert [x.components for x in scores] == [
             {"half of p3": 2.0, "tenfold of p3": 1.0},
