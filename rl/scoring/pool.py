@@ -161,7 +161,6 @@ class Scorer:
 
     def _score(self, worker: Worker, row: Row, samples: Sequence[Sample], twice: bool) -> tuple[list[Score], str]:
         """Let a worker score responses to a row. Returns the scores, and what went wrong, "" if nothing did."""
-        # pyrefly: ignore[missing-attribute]  # a rank has the tokens of its own samples
         texts = decode_responses(self.tokenizer, [s.response_ids.tolist() for s in samples])
         outcomes = [s.outcome or Outcome({}, 0.0, text, {}, {}) for s, text in zip(samples, texts, strict=True)]
         scores = [Score(x.text, None, {}, "none", 0.0) for x in outcomes]
@@ -203,7 +202,6 @@ def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: list[list[in
 
 def raise_if_failing(responses: Sequence[Sample], limit: float) -> None:
     """Raise RuntimeError if more than the share `limit` of the scores are missing by an error or a timeout."""
-    # pyrefly: ignore[missing-attribute]  # each has a score by now
     failed = sum(r.score.status in FAILED for r in responses)
     if failed > limit * len(responses):
         raise RuntimeError(

@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3391,
+    "core": 3363,
     "wall": 1669,
-    "import train_grpo": 4349,
-    "import sft": 2594,
-    "import eval": 1533,
+    "import train_grpo": 4334,
+    "import sft": 2593,
+    "import eval": 1519,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
