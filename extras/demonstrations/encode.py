@@ -198,7 +198,6 @@ def _encode_messages(tokenizer: Tokenizer, row: Row, limit: int | None) -> tuple
             tokenizer,
             row,
             messages[:count],
-            tools=row.get("tools"),
             field="messages",
             checked=checked,
             add_generation_prompt=generation,
@@ -272,9 +271,7 @@ def encode_conversation(
         if messages[-1]["role"] == "assistant":
             last = messages.pop()
         messages.append({**last, "content": last["content"] + without_control_tokens(tokenizer, response)})
-        text = write(
-            tokenizer, row, messages, tools=row.get("tools"), last=field, limit=max_length, add_generation_prompt=False
-        )
+        text = write(tokenizer, row, messages, last=field, limit=max_length, add_generation_prompt=False)
         ids = encode_behind(tokenizer, "", text)
     _check_length(row, ids, max_length)
     return ids

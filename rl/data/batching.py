@@ -42,13 +42,11 @@ def collate(
     ids, mask, logp = np.full((B, T), pad_id, np.int64), np.zeros((B, T), np.float32), np.zeros((B, T), np.float32)
     columns: dict[str, np.ndarray] = {}
     for i, s in enumerate(samples):
+        sizes = [len(x) for x in (s.response_ids, s.response_mask, s.rollout_logprobs)]
+        assert len(set(sizes)) == 1, f"row {s.row_index}: {sizes[0]} ids, {sizes[1]} mask entries, {sizes[2]} log-probs"
         start, end = len(s.prompt_ids), s.num_tokens
-        ids[i, :start] = s.prompt_ids
-        of_response = {"ids": s.response_ids, "mask entries": s.response_mask, "log-probs": s.rollout_logprobs}
-        for padded, (kind, x) in zip((ids, mask, logp), of_response.items(), strict=True):
-            assert x is not None, f"row {s.row_index}: another rank has the {kind}"
-            assert len(x) == end - start, f"row {s.row_index}: {end - start} ids, {len(x)} {kind}"
-            padded[i, start:end] = x
+        ids[i, :start], ids[i, start:end] = s.prompt_ids, s.response_ids
+        mask[i, start:end], logp[i, start:end] = s.response_mask, s.rollout_logprobs
         for name, x in s.columns.items():
             columns.setdefault(name, np.full((B, T, *x.shape[1:]), unknown(x), x.dtype))[i, :end] = x
     lengths = torch.tensor([s.num_tokens for s in samples], dtype=torch.long)
@@ -184,7 +182,7 @@ def make_batch(
     must enter.
     """
     if trainable is None:
-        trainable = torch.tensor([bool(r.score and r.score.value is not None) for r in responses], dtype=torch.bool)
+        trainable = torch.tensor([r.score.value is not None for r in responses], dtype=torch.bool)
     order = list(range(len(responses)))
     if shuffle_seed is not None:
         assert rows_per_unit == 1, "a shuffle would tear units apart"

@@ -91,7 +91,7 @@ def prompt_text(tokenizer: Tokenizer, row: Row, *, limit: int | None = None, che
         if checked and len(text) == len(prompt):
             check_vocabulary(tokenizer, row, "prompt", text)
         return text
-    write_prompt = partial(write, tokenizer, row, prompt, tools=row.get("tools"), limit=limit, checked=checked)
+    write_prompt = partial(write, tokenizer, row, prompt, limit=limit, checked=checked)
     if prompt[-1]["role"] == "assistant":
         return write_prompt(draw=continued)
     return write_prompt(add_generation_prompt=True)

@@ -80,10 +80,6 @@ class Lazy(Sequence[T]):
         n = len(self)
         return Lazy(range(n + len(other)), lambda i: self[i] if i < n else other[i - n])
 
-    def __eq__(self, other: object) -> bool:
-        same = isinstance(other, Sequence) and len(self) == len(other)
-        return same and all(x == other[i] for i, x in enumerate(self))
-
 
 Reader = Callable[[Any], Lazy[Row]]  # files -> their checked rows
 

@@ -51,15 +51,14 @@ def read_prompts(files: Paths, *, needs_truth: bool = True, has_partner: bool = 
     rows = read_rows(files, has_partner=has_partner)
     if not needs_truth:
         return rows
-    places = array("q", (i for i, row in enumerate(rows) if not no_ground_truth(row)))
-    empty = np.setdiff1d(np.arange(len(rows)), places)
-    names = ", ".join(map(str, as_paths(files)))
-    if not places:
+    empty = [i for i, row in enumerate(rows) if no_ground_truth(row)]
+    if len(empty) == len(rows):
+        names = ", ".join(map(str, as_paths(files)))
         raise ValueError(
             f"{names}: reward_model.ground_truth is empty in every row; fill it in, or give a "
             "--custom-reward-function that does without"
         )
-    if len(empty) and os.environ.get("RANK", "0") == "0":
+    if empty and os.environ.get("RANK", "0") == "0":
         shown_rows = ", ".join([named(rows[i]) for i in empty[:10]] + ["..."] * (len(empty) > 10))
         say(f"{len(empty)} of {len(rows)} rows left out, since their ground_truth is empty: {shown_rows}")
-    return Lazy(places, rows.get)
+    return Lazy(array("q", np.setdiff1d(range(len(rows)), empty)), rows.get)

@@ -123,13 +123,11 @@ def _rows_of(batch: pa.RecordBatch, first: int, file: Path) -> list[Row]:
 
 def _read_jsonl(file: Path) -> Iterator[Row]:
     """The rows of a file, of which one line is in memory at a time."""
-    count = 0
     with open(file, "rb") as lines:
         parts = (part for ended in lines for part in ended.splitlines())  # lines may also end with a lone \r
-        for number, line in enumerate(parts, start=1):
-            if not line.strip():
-                continue
-            where = f"{file}: row {count} (line {number})"
+        numbered = ((number, line) for number, line in enumerate(parts, start=1) if line.strip())
+        for i, (number, line) in enumerate(numbered):
+            where = f"{file}: row {i} (line {number})"
             try:
                 row = json.loads(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
@@ -137,7 +135,6 @@ def _read_jsonl(file: Path) -> Iterator[Row]:
                 raise ValueError(f"{where} is not {what} ({error}); write one JSON object a line, in UTF-8") from error
             if type(row) is not dict:
                 raise ValueError(f"{where} is {shown(row)}; write one JSON object a line")
-            count += 1
             yield row
 
 

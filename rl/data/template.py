@@ -66,7 +66,7 @@ class Rendering:
     arguments: dict[str, Any] = field(default_factory=dict)  # of the template, beside messages and tools
     day: str = field(default_factory=lambda: date.today().isoformat())  # "today" for the template, such as 2026-01-31
     allow_dropped_text: bool = False
-    skeletons: dict[tuple, list[str]] = field(default_factory=dict)  # by shape
+    whole: set[int] = field(default_factory=set)  # shapes and surroundings of texts of which none was lost
 
 
 def prepare(tokenizer: Tokenizer, flags: Texts, day: str | None) -> Tokenizer:

@@ -4,9 +4,9 @@ A chat template may drop what it gets: earlier thoughts, the system message, a d
 without knowing what a template does to a text (it may escape it, or write a schema as a TypeScript type). It renders
 the row again with a marker behind each word, and each marker has to be in the result.
 
-That would double the cost of every row. So rows of the same shape, which means with the same roles, fields and numbers,
-share a skeleton: what the template writes between their texts. A row whose text is this skeleton with the row's texts
-filled in has lost nothing. Only other rows are rendered again.
+That would double the cost of every row. But rows of the same shape, which means with the same roles, fields and
+numbers, mostly differ in nothing but their texts. A row whose texts all stand in what the template wrote has lost
+nothing if the template wrote the same around the texts of a row of this shape that was rendered again before.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import markupsafe
@@ -31,13 +31,11 @@ Mark = Callable[[str, str], str]  # (place, text) -> what stands there instead
 # Fields whose texts need not be among the tokens. Templates rename roles, read types, and leave out ids.
 METADATA = frozenset({"role", "type", "id", "tool_call_id"})
 SCHEMA_METADATA = frozenset({"type", "required", "title", "strict", "$schema", "$id", "$ref", "$comment", "$anchor"})
-SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-SCHEMA_DATA = frozenset({"enum", "const", "default", "examples"})
+DATA = frozenset({"arguments", "enum", "const", "default", "examples"})  # all of whose keys have to be there too
 MARKER = re.compile(r"zq(\d+)zq")  # letters and digits, which no template escapes
 # Words and signs, but not the tags, such as </think>, at which templates cut.
 WORD = re.compile(r"<[^\s<>]+>|\[/?[A-Z_]+\]|◁[^\s◁▷]+▷|(?P<word>\w+|[^\w\s<\[◁]+|[<\[◁])")
-NO_SKELETON = ["\0"]  # fits no text
-MOST_SHAPES = 1000
+MOST_SHAPES = 1000  # that are remembered
 
 
 def write(
@@ -56,8 +54,9 @@ def write(
     """The text that the chat template makes of a row's messages and tools. It contains every text of these. If it has
     far more than `limit` tokens, only its beginning is returned, unchecked, since the row will be refused.
 
-    Args: field, the column of the messages; last, that of the last message's content, if it is another one; checked,
-    whether dropped text is an error; draw, `render` or `continued`, which gets `how`. Raises ValueError, naming the row
+    Args: tools, in the place of the row's own, which are not looked for in the text; field, the column of the messages;
+    last, that of the last message's content, if it is another one; checked, whether dropped text is an error; draw,
+    `render` or `continued`, which gets `how`. Raises ValueError, naming the row
     and the field, if the template refuses the messages, if it drops text and --allow-dropped-text is not set, or if the
     vocabulary has no tokens for a text.
     """
@@ -69,22 +68,22 @@ def write(
     attachments = attachments_of(tokenizer, row)
     how |= {"chat_template": attachments.chat_template} if attachments.chat_template else {}
 
-    is_own = tools is row.get("tools")  # Chat looks for the names of those of --tools and --environment
+    schemas = row.get("tools") if tools is None else tools
     called = {call["function"]["name"] for x in messages for call in x.get("tool_calls") or ()}
 
     def marked(mark: Mark) -> tuple[list[dict], Sequence[dict] | None]:
-        schemas = _marked(tools, "tools", mark, SCHEMA_METADATA) if is_own else tools
+        described = _marked(schemas, "tools", mark, SCHEMA_METADATA) if tools is None else schemas
         fields = [METADATA | {"name"} if x.get("name") in called else METADATA for x in messages]
-        return [_marked(x, f"{field}[{i}]", mark, fields[i]) for i, x in enumerate(messages)], schemas
+        return [_marked(x, f"{field}[{i}]", mark, fields[i]) for i, x in enumerate(messages)], described
 
     def drawn(mark: Mark | None = None) -> str:
-        said, schemas = marked(mark) if mark else (messages, tools)
+        said, described = marked(mark) if mark else (messages, schemas)
         said = attachments.in_messages(said)
         try:
-            return draw(tokenizer, said, tools=schemas or None, **how)
+            return draw(tokenizer, said, tools=described or None, **how)
         except FAULTS:
             with contextlib.suppress(*FAULTS):  # DeepSeek-V3's template wants the arguments of calls as JSON
-                return draw(tokenizer, [with_json_arguments(x) for x in said], tools=schemas or None, **how)
+                return draw(tokenizer, [with_json_arguments(x) for x in said], tools=described or None, **how)
             raise
 
     try:
@@ -94,9 +93,10 @@ def write(
     if len(start := start_of(tokenizer, text, limit)) < len(text):
         return start
     if checked and not rendering_of(tokenizer).allow_dropped_text:
-        rendered_by = (str(tokenizer.chat_template), draw, *how.items(), type(attachments))
         renamed = {f"{field}[{len(messages) - 1}].content": last} if last else {}
-        _check(tokenizer, row, text, marked, drawn, rendered_by, renamed)
+        texts: list[tuple[str, str]] = []  # each with its place
+        shape = marked(lambda place, said: texts.append((renamed.get(place, place), said)) or "")
+        _check(tokenizer, row, text, texts, repr(shape), drawn)
     return attachments.in_text(text)
 
 
@@ -133,15 +133,15 @@ def _check(
     tokenizer: Tokenizer,
     row: Row,
     text: str,
-    marked: Callable[[Mark], Any],
+    texts: Sequence[tuple[str, str]],
+    shape: str,
     drawn: Callable[[Mark], str],
-    rendered_by: tuple,
-    renamed: dict[str, str],
 ) -> None:
-    """Raise ValueError if the `text` that the template wrote lacks any text of messages, tools, or another column.
+    """Raise ValueError if the `text` that the template wrote lacks one of the `texts` of messages and tools, or what
+    the template would make of another column.
 
-    Args: marked(mark) are the messages and tools with marks, and drawn(mark) what the template writes of these;
-    rendered_by, what else decides what it writes; renamed, places that errors call by another name.
+    Args: texts, each with its place; shape, what messages and tools are without them; drawn(mark), what the template
+    writes of messages and tools with marks.
     """
     read = row.keys() & variables(tokenizer) - {"messages", "tools"}
     if unread := sorted(name for name in read if not is_absent(row[name])):
@@ -149,16 +149,15 @@ def _check(
             f"{named(row)}: has a column {unread[0]}, which the chat template reads but does not get; remove the "
             "column, or set the value for all rows by --apply-chat-template-kwargs"
         )
-    texts: list[tuple[str, str]] = []
-    shape = marked(lambda place, said: texts.append((renamed.get(place, place), said)) or f"\0{len(texts)}")
-    skeletons, key = rendering_of(tokenizer).skeletons, (*rendered_by, hash(repr(shape)))
-    if key not in skeletons and len(skeletons) < MOST_SHAPES:
-        skeletons[key] = _skeleton(drawn)
-    if not _fits(text, skeletons.get(key, NO_SKELETON), texts) and (k := _dropped(text, drawn)) is not None:
-        raise ValueError(
-            f"{named(row)}: {texts[k][0]}: the tokens do not contain {shown(texts[k][1])}, since the chat template "
-            "drops it; change the row or the template, or add --allow-dropped-text if that is meant"
-        )
+    whole, around = rendering_of(tokenizer).whole, _around(text, (said for _, said in texts))
+    if (key := hash((shape, around))) not in whole:
+        if (k := _dropped(text, drawn)) is not None:
+            raise ValueError(
+                f"{named(row)}: {texts[k][0]}: the tokens do not contain {shown(texts[k][1])}, since the chat template "
+                "drops it; change the row or the template, or add --allow-dropped-text if that is meant"
+            )
+        if around and len(whole) < MOST_SHAPES:
+            whole.add(key)
     attachments = attachments_of(tokenizer, row)
     for place, said in texts:
         check_vocabulary(tokenizer, row, place, attachments.without_places(said))
@@ -183,35 +182,27 @@ def _marked(value: Any, place: str, mark: Mark, metadata: frozenset[str] | None)
             result[mark(under, key)] = _marked(x, under, mark, None)
         elif key in metadata:
             result[key] = x
-        elif metadata is SCHEMA_METADATA and key in SCHEMAS_BY_NAME and isinstance(x, dict):
-            names = {name: mark(f"{under}.{name}", name) if key == "properties" else name for name in x}
-            result[key] = {names[name]: _marked(y, f"{under}.{name}", mark, metadata) for name, y in x.items()}
+        elif key == "properties" and isinstance(x, dict):
+            names = ((name, f"{under}.{name}") for name in x)
+            result[key] = {mark(at, name): _marked(x[name], at, mark, metadata) for name, at in names}
         else:
-            is_data = key in SCHEMA_DATA if metadata is SCHEMA_METADATA else key == "arguments"
-            result[key] = _marked(x, under, mark, None if is_data else metadata)
+            result[key] = _marked(x, under, mark, None if key in DATA else metadata)
     return result
 
 
-def _skeleton(drawn: Callable[[Mark], str]) -> list[str]:
-    """What a template writes between texts: [piece, number of a text, piece, ..., piece], without white space."""
-    count = itertools.count()
-    try:
-        parts = MARKER.split("".join(drawn(lambda *_: f"zq{next(count)}zq").split()))
-    except FAULTS:
-        parts = []
-    return parts if len({*parts[1::2]}) == next(count) else NO_SKELETON
-
-
-def _fits(text: str, skeleton: list[str], texts: list[tuple[str, str]]) -> bool:
-    """Whether a text is the skeleton with `texts`, as they are or escaped, in their places. White space is ignored."""
+def _around(text: str, texts: Iterable[str]) -> str:
+    """What stands around `texts` in a text, where they are as they are or escaped; "" if one is not there. White space
+    is left out. Templates mostly write texts in their order; one that is not behind the others is looked for elsewhere.
+    """
     text, end = "".join(text.split()), 0
-    for i, piece in enumerate(skeleton):
-        written = forms(texts[int(piece)][1]) if i % 2 else [piece]
-        fitting = next((x for x in written if text.startswith(x, end)), None)
-        if fitting is None:
-            return False
-        end += len(fitting)
-    return end == len(text)
+    for i, said in enumerate(texts):
+        places = ((form, text.find(form, begin)) for begin in (end, 0) for form in forms(said))
+        form, start = next((x for x in places if x[1] >= 0), ("", -1))
+        if start < 0:
+            return ""
+        end = start + len(hole := f"\0{i}\0")
+        text = text[:start] + hole + text[start + len(form) :]
+    return text
 
 
 def forms(text: str) -> Iterator[str]:
@@ -225,51 +216,46 @@ def forms(text: str) -> Iterator[str]:
 def _dropped(text: str, drawn: Callable[[Mark], str]) -> int | None:
     """The number of the first text without which the template would have written the same `text`; None without one.
 
-    A marker behind each word has to be in what the template writes. If one is not, the words of that text are marked
-    alone: the template may only have looked them up, such as the name of a tool that is called. The first, the middle
-    and the last of them are tried too, for a template that cuts texts at a length, which markers change.
+    A marker behind each word has to be in what the template writes. If one is not, words are marked alone: the template
+    may only have looked them up, such as the name of a tool that is called. The first, the middle and the last word
+    without its marker are tried, for a template that cuts texts at a length, which markers change.
 
     A template may also leave out texts that equal each other, or something else. Then it writes more of a text that is
     marked alone.
     """
     texts: list[tuple[str, range]] = []  # each text, and the numbers of its markers
 
-    def with_markers(only: Container[int] | None = None) -> str:
-        count = 0
+    def marked(only: Container[int] | None = None) -> str:
+        """What the template writes of texts with a marker behind each word, or behind some words `only`."""
         texts.clear()
 
-        def behind(word: str) -> str:
-            nonlocal count
-            count += 1
-            return f"{word}zq{count}zq" if only is None or count in only else word
-
         def mark(place: str, said: str) -> str:
-            first = count
-            marked = WORD.sub(lambda match: behind(match[0]) if match["word"] else match[0], said)
-            marked = behind(said) if count == first else marked  # a text of tags alone
-            texts.append((said, range(first + 1, count + 1)))
-            return marked
+            ends = [x.end() for x in WORD.finditer(said) if x["word"]] or [len(said)]  # of words, or of tags alone
+            first = texts[-1][1].stop if texts else 0
+            texts.append((said, range(first, first + len(ends))))
+            markers = (f"zq{k}zq" if only is None or k in only else "" for k in texts[-1][1])
+            words = (said[start:end] for start, end in itertools.pairwise([0, *ends]))
+            return "".join(itertools.chain(*zip(words, markers, strict=True))) + said[ends[-1] :]
 
         try:
             return drawn(mark)
         except FAULTS:
             return ""  # a template that refuses a text has read it
 
-    def plain(marked: str) -> str:
-        return MARKER.sub("", marked.casefold())
+    def plain(written: str) -> str:
+        return MARKER.sub("", written.casefold())
 
-    marked = with_markers()
+    whole, all_texts = marked(), [*texts]
     # A text of the row may look like a marker, and is in both.
-    seen = Counter(MARKER.findall(marked.casefold())) - Counter(MARKER.findall(text.casefold()))
-    for i, (_, numbers) in enumerate(all_texts := list(texts)):
+    seen = Counter(MARKER.findall(whole.casefold())) - Counter(MARKER.findall(text.casefold()))
+    is_changed = plain(whole) != plain(text)
+    for i, (said, numbers) in enumerate(all_texts):
         missing = [k for k in numbers if str(k) not in seen]
-        some = missing[:1], missing[len(missing) // 2 :][:1], missing[-1:]
-        if missing and any(with_markers(only) == text for only in (missing, *some)):
+        some = {*missing[:1], *missing[len(missing) // 2 :][:1], *missing[-1:]}
+        if any(marked({k}) == text for k in some):
             return i
-    if plain(marked) != plain(text):
-        for i, (said, numbers) in enumerate(all_texts):
-            if plain(with_markers(numbers)).count(plain(said)) > plain(text).count(plain(said)):
-                return i
+        if is_changed and plain(marked(numbers)).count(plain(said)) > plain(text).count(plain(said)):
+            return i
     return None
 
 

@@ -134,7 +134,7 @@ class Sample:
         for name, dtype in dtypes.items():
             if (x := getattr(self, name)) is not None:
                 object.__setattr__(self, name, np.asarray(x, dtype))
-        if self.response_ids is not None and self.response_mask is not None:
+        if self.has_tokens:
             object.__setattr__(self, "response_length", len(self.response_ids))
             object.__setattr__(self, "num_sampled", int(self.response_mask.sum()))
 

@@ -34,11 +34,8 @@ def tokenizer():
 def test_read_rows_returns_what_was_written(tmp_path, name):
     rows = [rl_row(f"question {i}", str(i), note=i) for i in range(3)]
     path = write(tmp_path / name, rows)
-    assert (
-        read_rows(path)
-        == read_rows(str(path))
-        == [{**row, "row_index": i, "row_place": f"{path}: row {i}"} for i, row in enumerate(rows)]
-    )
+    expected = [{**row, "row_index": i, "row_place": f"{path}: row {i}"} for i, row in enumerate(rows)]
+    assert list(read_rows(path)) == list(read_rows(str(path))) == expected
 
 
 def test_read_rows_concatenates_files_in_order(tmp_path):
@@ -305,7 +302,7 @@ def test_encode_prompts_equals_render_prompt_and_changes_nothing(tokenizer):
     assert [row["prompt_ids"] for row in encoded] == [render_prompt(tokenizer, row) for row in rows]
     assert [without(row, "prompt_ids") for row in encoded] == rows
     assert all("prompt_ids" not in row for row in rows)
-    assert encode_prompts(tokenizer, [], max_prompt_length=8) == []
+    assert list(encode_prompts(tokenizer, [], max_prompt_length=8)) == []
 
 
 def test_overlong_prompts(tokenizer):

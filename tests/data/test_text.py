@@ -327,7 +327,7 @@ def row_of(messages, tools, **more):
 
 @pytest.mark.parametrize("case", PASS)
 def test_rows_whose_text_is_all_there_pass(case):
-    """Twice, since rows of a shape that is new and of one that has a skeleton take two ways."""
+    """Twice, since rows of a shape that is new and of one that is known take two ways."""
     template, messages, tools = PASS[case]
     messages = [{name: x for name, x in m.items() if x is not None} for m in messages]
     tokenizer = make_tokenizer(template)
@@ -356,8 +356,22 @@ def test_a_dropped_text_is_found_behind_rows_of_the_same_shape():
         encode_prompts(tokenizer, [*good, row_of([user("a"), says(THOUGHT), user("b")], None)])
 
 
+def test_a_dropped_text_is_found_where_a_row_of_the_same_shape_has_the_same_around_it():
+    """A text that the template changed is no part of what stands around texts, and neither is one like a role."""
+    tokenizer = make_tokenizer(R1.replace("[-1]", "[-1] | upper"))
+    rows = [row_of([user("a"), says(said), user("b")], None) for said in ("yes", "<think>no</think>yes")]
+    assert encode_prompts(tokenizer, rows[:1])
+    with pytest.raises(ValueError, match=r"prompt\[1\].content: the tokens do not contain '<think>no"):
+        encode_prompts(tokenizer, rows)
+    tokenizer = make_tokenizer(CHATML.replace("messages -%}", "messages if m.role != 'system' or m.content != 'a' -%}"))
+    assert encode_prompts(tokenizer, [row_of([system(x), user("so")], None) for x in ("s", "user", "system", "u")])
+    for said in ("a", "user a", "<|im_start|>a"):
+        with pytest.raises(ValueError, match=r"prompt\[0\].content: the tokens do not contain 'a'"):
+            encode_prompts(tokenizer, [row_of([system("a"), user(said)], None)])
+
+
 def test_rows_of_one_shape_are_rendered_once_each():
-    """But for the first, of which the skeleton is made."""
+    """Except for the first, which is rendered again with markers."""
     tokenizer, count = make_tokenizer(LLAMA), []
     render = tokenizer.apply_chat_template
     tokenizer.apply_chat_template = lambda *x, **y: count.append(1) or render(*x, **y)

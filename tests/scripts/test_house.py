@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3363,
+    "core": 3339,
     "wall": 1669,
-    "import train_grpo": 4334,
-    "import sft": 2593,
-    "import eval": 1519,
+    "import train_grpo": 4310,
+    "import sft": 2591,
+    "import eval": 1497,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
