@@ -29,18 +29,21 @@ WHOLE = (
 def read_config(path: str, *, flag: str) -> PreTrainedConfig:
     """The config of the model in `path`, a folder or an id of the Hub, which `flag` has named.
 
-    Raises ValueError naming the flag if there is no config that transformers knows, or if the folder holds adapters,
-    for which transformers would load another model.
+    Raises ValueError naming the flag if there is no config that transformers knows, if a file of the folder has not
+    been downloaded, or if the folder holds adapters, for which transformers would load another model.
     """
     may_be_of_the_hub = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path) and not Path(path).is_file()
     if not may_be_of_the_hub and not (path and Path(path).is_dir()):
         raise ValueError(f"{flag} {path}: there is no such folder; {WHOLE}")
     if (Path(path) / "adapter_config.json").is_file():
         raise ValueError(f"{flag} {path}: holds adapters; merge them into their model first, or {WHOLE}")
+    for file in sorted(Path(path).glob("*.*")):
+        if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(b"version https://git"):
+            raise ValueError(f"{flag} {path}: {file.name} is a pointer of Git LFS, so run git lfs pull")
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers and the classes of configs raise whatever they meet
-        raise ValueError(_unreadable(path, flag, "config", error)) from error
+        raise ValueError(f"{flag} {path}: no config can be loaded from there ({_in_a_line(error)}); {WHOLE}") from error
 
 
 def read_model(
@@ -62,7 +65,8 @@ def read_model(
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers, safetensors, torch and the classes of models raise whatever they meet
-        raise ValueError(_unreadable(path, flag, "model", error)) from error
+        reason = _broken_file(Path(path)) or _in_a_line(error)
+        raise ValueError(f"{flag} {path}: no model can be loaded from there ({reason}); {WHOLE}") from error
     lacks, others, shapes = (set(info[f"{what}_keys"]) for what in ("missing", "unexpected", "mismatched"))
     new = lacks & kind.may_lack
     if kind.may_lack:  # then the files may also have another head
@@ -91,21 +95,18 @@ def _precision_of_files() -> Iterator[None]:
         core_model_loading._materialize_copy = original
 
 
-def _unreadable(path: str, flag: str, what: str, error: Exception) -> str:
-    """Why `what`, "config" or "model", is loaded from `path`, with the file that is broken if one is."""
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    for file in sorted(Path(path).glob("*.json" if what == "config" else "*.safetensors")):
+def _in_a_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _broken_file(folder: Path) -> str:
+    """Which file with weights cannot be read, and why; "" if they all can."""
+    for file in sorted(folder.glob("*.safetensors")):
         try:
-            with open(file, "rb") as f:
-                if f.read(20).startswith(b"version https://git"):
-                    reason = f"{file.name} is a pointer of Git LFS, so run git lfs pull"
-                    break
-            if what == "model":
-                safe_open(file, "pt").__enter__()
-        except Exception as broken:  # as above
-            reason = f"{file.name}, {file.stat().st_size} bytes: {broken}"
-            break
-    return f"{flag} {path}: no {what} can be loaded from there ({reason}); {WHOLE}"
+            safe_open(file, "pt").__enter__()
+        except Exception as error:  # as above
+            return f"{file.name}, {file.stat().st_size} bytes: {error}"
+    return ""
 
 
 def check_model(

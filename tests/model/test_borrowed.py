@@ -204,7 +204,6 @@ BORROWED = [
     Borrowed("torch.nn.Module:_non_persistent_buffers_set", "model/load.py", "tells which buffers stand in files"),
     Borrowed("torch._foreach_copy_", "model/sharding.py", "copies many tensors in one call"),
     Borrowed("torch._foreach_copy_", "run/checkpoint_tensors.py", "copies many tensors in one call"),
-    Borrowed("torch._foreach_copy_", "run/export.py", "copies many tensors in one call"),
     Borrowed("torch._dynamo.maybe_mark_dynamic", "model/sharding.py", "compiles once for all lengths"),
     Borrowed("torch._dynamo.maybe_mark_dynamic", "extras/families/experts.py", "compiles once for all lengths"),
     Borrowed("torch._dynamo.maybe_mark_dynamic", "extras/families/recurrent.py", "compiles once for all lengths"),

@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3339,
+    "core": 3338,
     "wall": 1669,
-    "import train_grpo": 4310,
-    "import sft": 2591,
-    "import eval": 1497,
+    "import train_grpo": 4309,
+    "import sft": 2590,
+    "import eval": 1496,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,

@@ -1284,6 +1284,7 @@ BROKEN = {  # a change of a model's folder -> what is said of it
     "no weights": (file_with("model.safetensors", lambda x: None), "no model can be loaded .*no file named model.safe"),
     "pointer": (file_with("model.safetensors", lambda x: LFS), "model.safetensors is a pointer of Git LFS, so run git"),
     "pointer for a config": (file_with("config.json", lambda x: LFS), "config.json is a pointer of Git LFS"),
+    "pointer for a tokenizer": (file_with("tokenizer.json", lambda x: LFS), "tokenizer.json is a pointer of Git LFS"),
     "no config": (file_with("config.json", lambda x: None), "no config can be loaded from there"),
     "config of nothing": (file_with("config.json", lambda x: b""), "no config can be loaded .*not a valid JSON"),
     "config of null": (file_with("config.json", lambda x: b"null"), "no config can be loaded from there"),
