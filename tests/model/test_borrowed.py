@@ -31,6 +31,7 @@ BORROWED = [
     Borrowed("vllm.LLM.apply_model", "sampling/engines/vllm_weights.py", "reaches the engine's model, to push weights"),
     Borrowed("vllm.LLM.reset_prefix_cache", "sampling/engines/vllm.py", "drops what old weights have computed"),
     Borrowed("vllm.LLM.reset_mm_cache", "extras/families/vision_in_vllm.py", "drops features of images after a push"),
+    Borrowed("vllm.v1.engine.llm_engine.LLMEngine.is_sleeping", "sampling/engines/vllm.py", "says what has to wake up"),
     Borrowed("vllm.LLM:llm_engine", "sampling/engines/vllm.py", "leads to the core, its scheduler and its settings"),
     Borrowed(
         "vllm.v1.engine.llm_engine.LLMEngine:engine_core output_processor logger_manager",

@@ -96,3 +96,21 @@ def test_vllm_takes_no_more_memory_than_its_sequences_fill(monkeypatch):
         monkeypatch.setattr(gpu_worker.Worker, "determine_available_memory", lambda self, room=room: room)
         assert worker.determine_available_memory() == taken
         assert worker.model_runner.profile_cudagraph_memory() == 2**30  # of CUDA graphs, without capturing any
+
+
+@pytest.mark.parametrize("free, sleeps, woken", [(101, True, True), (100, True, False), (101, False, False)])
+def test_an_engine_that_is_closed_wakes_up_if_there_is_room(monkeypatch, free, sleeps, woken):
+    pytest.importorskip("vllm")
+    from rl.sampling.engines import vllm
+
+    calls = []
+    engine = object.__new__(vllm.Engine)
+    engine.can_sleep, engine.memory = True, 100  # bytes that sleeping has given back
+    core = SimpleNamespace(shutdown=lambda: calls.append("end"))
+    llm_engine = SimpleNamespace(is_sleeping=lambda: sleeps, engine_core=core)
+    engine.llm = SimpleNamespace(llm_engine=llm_engine, wake_up=lambda: calls.append("wake up"))
+    monkeypatch.setattr(vllm, "final_barrier", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 1000))
+    engine.close()
+    assert calls == ["wake up"] * woken + ["end"]
