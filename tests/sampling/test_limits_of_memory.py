@@ -87,7 +87,7 @@ def test_vllm_takes_no_more_memory_than_its_sequences_fill(monkeypatch):
         scheduler_config=SimpleNamespace(max_num_seqs=3),
     )
     most = 4 * 7 * 28 * layer.page_size_bytes  # sequences and one more, blocks of 16 for 100 tokens, layers
-    assert most_cache([layer] * 28, config) == most
+    assert most_cache(dict.fromkeys(map(str, range(28)), layer), config) == most
 
     worker = object.__new__(Worker)
     worker.vllm_config, worker.model_runner = config, SimpleNamespace()
