@@ -22,7 +22,7 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.make_model import config_of  # noqa: E402
-from extras.plan.cards import GIB, KINDS, named  # noqa: E402
+from extras.plan.cards import GIB, KINDS, SOURCES, named  # noqa: E402
 from extras.plan.report import Plan, plan_of, report  # noqa: E402
 from rl.flags import SWITCH, marked, spelled  # noqa: E402
 from rl.run.command_line import with_values  # noqa: E402
@@ -167,7 +167,7 @@ def cards() -> str:
     lines = [head, f"|---|---|{'---|' * 7}"]
     for kind, x in KINDS.items():
         figures = (x.gib, x.tflops, x.memory_gb_s, x.link_gb_s, x.bus_gb_s, x.host_gib)
-        lines.append(f"| `{kind}` | {x.name} | {' | '.join(f'{y:g}' for y in figures)} | {x.source} |")
+        lines.append(f"| `{kind}` | {x.name} | {' | '.join(f'{y:g}' for y in figures)} | {SOURCES[kind]} |")
     return "\n".join(lines)
 
 

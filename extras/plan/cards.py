@@ -19,68 +19,43 @@ class Card(NamedTuple):
 
     name: str
     gib: float  # of memory that CUDA shows, in GiB
-    tflops: float  # dense bfloat16, in 1e12 operations per second; 0: unknown
-    memory_gb_s: float  # to the card's memory
-    link_gb_s: float  # to another GPU of the same host, in one direction
-    bus_gb_s: float  # to the host, in one direction
-    network_gb_s: float  # to a GPU of another host
-    host_gib: float  # of host memory per GPU of a usual machine
-    source: str
+    tflops: float = 0  # dense bfloat16, in 1e12 operations per second; 0: unknown, as all that follows but the host
+    memory_gb_s: float = 0  # to the card's memory
+    link_gb_s: float = 0  # to another GPU of the same host, in one direction
+    bus_gb_s: float = 0  # to the host, in one direction
+    network_gb_s: float = 0  # to a GPU of another host
+    host_gib: float = 64  # of host memory per GPU of a usual machine
 
 
 KINDS = {
-    "b200": Card(
-        *("B200 180 GB", 178.4, 2250, 7700, 900, 64, 50, 256),
-        "https://resources.nvidia.com/en-us-dgx-systems/dgx-b200-datasheet",
-    ),
-    "h200": Card(
-        *("H200 141 GB", 139.8, 989, 4800, 450, 64, 50, 256),
-        "https://www.nvidia.com/en-us/data-center/h200/",
-    ),
-    "h100": Card(
-        *("H100 80 GB", 79.2, 989, 3350, 450, 64, 50, 256),
-        "https://www.nvidia.com/en-us/data-center/h100/ (SXM)",
-    ),
-    "h800": Card(
-        *("H800 80 GB", 79.2, 989, 3350, 200, 64, 50, 256),
-        "https://arxiv.org/abs/2505.09343: an H100 with NVLink of 400 instead of 900 GB/s in both directions",
-    ),
-    "a100": Card(
-        *("A100 80 GB", 79.2, 312, 2039, 300, 32, 25, 256),
-        "https://www.nvidia.com/en-us/data-center/a100/ (SXM)",
-    ),
-    "a100-40gb": Card(
-        *("A100 40 GB", 39.4, 312, 1555, 300, 32, 25, 128),
-        "https://www.nvidia.com/en-us/data-center/a100/ (SXM)",
-    ),
-    "l40s": Card(
-        *("L40S 48 GB", 44.4, 362, 864, 25, 32, 12, 96),
-        "https://www.nvidia.com/en-us/data-center/l40s/",
-    ),
-    "l4": Card(
-        *("L4 24 GB", 22.0, 121, 300, 25, 32, 12, 48),
-        "https://www.nvidia.com/en-us/data-center/l4/",
-    ),
-    "a10": Card(
-        *("A10 24 GB", 22.0, 125, 600, 25, 32, 12, 64),
-        "https://www.nvidia.com/en-us/data-center/products/a10-gpu/",
-    ),
-    "rtxa6000": Card(
-        *("RTX A6000 48 GB", 47.4, 155, 768, 25, 32, 1, 64),
-        "https://www.nvidia.com/en-us/design-visualization/rtx-a6000/",
-    ),
-    "rtx5090": Card(
-        *("RTX 5090 32 GB", 31.4, 209, 1792, 30, 64, 1, 64),
-        "NVIDIA RTX Blackwell GPU Architecture, appendix",
-    ),
-    "rtx4090": Card(
-        *("RTX 4090 24 GB", 23.5, 165, 1008, 12, 32, 1, 64),
-        "NVIDIA Ada GPU Architecture, appendix; its cards talk through the host",
-    ),
-    "rtx3090": Card(
-        *("RTX 3090 24 GB", 23.6, 71, 936, 12, 32, 1, 64),
-        "NVIDIA Ampere GA102 GPU Architecture, appendix",
-    ),
+    "b200": Card("B200 180 GB", 178.4, 2250, 7700, 900, 64, 50, 256),
+    "h200": Card("H200 141 GB", 139.8, 989, 4800, 450, 64, 50, 256),
+    "h100": Card("H100 80 GB", 79.2, 989, 3350, 450, 64, 50, 256),
+    "h800": Card("H800 80 GB", 79.2, 989, 3350, 200, 64, 50, 256),
+    "a100": Card("A100 80 GB", 79.2, 312, 2039, 300, 32, 25, 256),
+    "a100-40gb": Card("A100 40 GB", 39.4, 312, 1555, 300, 32, 25, 128),
+    "l40s": Card("L40S 48 GB", 44.4, 362, 864, 25, 32, 12, 96),
+    "l4": Card("L4 24 GB", 22.0, 121, 300, 25, 32, 12, 48),
+    "a10": Card("A10 24 GB", 22.0, 125, 600, 25, 32, 12, 64),
+    "rtxa6000": Card("RTX A6000 48 GB", 47.4, 155, 768, 25, 32, 1, 64),
+    "rtx5090": Card("RTX 5090 32 GB", 31.4, 209, 1792, 30, 64, 1, 64),
+    "rtx4090": Card("RTX 4090 24 GB", 23.5, 165, 1008, 12, 32, 1, 64),
+    "rtx3090": Card("RTX 3090 24 GB", 23.6, 71, 936, 12, 32, 1, 64),
+}
+SOURCES = {  # of these figures
+    "b200": "https://resources.nvidia.com/en-us-dgx-systems/dgx-b200-datasheet",
+    "h200": "https://www.nvidia.com/en-us/data-center/h200/",
+    "h100": "https://www.nvidia.com/en-us/data-center/h100/ (SXM)",
+    "h800": "https://arxiv.org/abs/2505.09343: an H100 with NVLink of 400 instead of 900 GB/s in both directions",
+    "a100": "https://www.nvidia.com/en-us/data-center/a100/ (SXM)",
+    "a100-40gb": "https://www.nvidia.com/en-us/data-center/a100/ (SXM)",
+    "l40s": "https://www.nvidia.com/en-us/data-center/l40s/",
+    "l4": "https://www.nvidia.com/en-us/data-center/l4/",
+    "a10": "https://www.nvidia.com/en-us/data-center/products/a10-gpu/",
+    "rtxa6000": "https://www.nvidia.com/en-us/design-visualization/rtx-a6000/",
+    "rtx5090": "NVIDIA RTX Blackwell GPU Architecture, appendix",
+    "rtx4090": "NVIDIA Ada GPU Architecture, appendix; its cards talk through the host",
+    "rtx3090": "NVIDIA Ampere GA102 GPU Architecture, appendix",
 }
 PER_HOST = 8  # GPUs of one host at most
 
@@ -131,7 +106,7 @@ def _card(kind: str) -> Card | None:
         return None
     gib = VISIBLE * int(parts[2])
     if parts[1] is None:
-        return Card(f"{parts[2]} GB", gib, 0, 0, 0, 0, 0, 64, "")
+        return Card(f"{parts[2]} GB", gib)
     of_kind = KINDS[parts[1]]
     return of_kind._replace(name=f"{of_kind.name.rsplit(' ', 2)[0]} {parts[2]} GB", gib=min(gib, of_kind.gib))
 
@@ -156,6 +131,5 @@ def machine_of(listing: str, host_gib: float) -> Machine:
     name, mib = min(cards, key=lambda x: int(x[1]))
     squeezed, gib = re.sub(r"[^a-z0-9]", "", name.lower()), int(mib) / 1024
     near = [card for kind, card in KINDS.items() if kind.split("-")[0] in squeezed]
-    fallback = Card(name.strip(), gib, 0, 0, 0, 0, 0, 64, "")
-    card = min(near, key=lambda x: abs(x.gib - gib), default=fallback)
+    card = min(near, key=lambda x: abs(x.gib - gib), default=Card(name.strip(), gib))
     return Machine(card._replace(gib=min(card.gib, gib)) if abs(card.gib - gib) > 2 else card, len(cards), host_gib)

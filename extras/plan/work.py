@@ -44,33 +44,8 @@ def work_of(args: Any, response_length: float | None) -> Work:
     v = flat(args)
     samples = "max_response_length" in v and not v.get("offline")
     data = look_at(args, v)
-    assumed = list(data.notes)
-    if not samples:
-        limit = v.get("max_length") or v["max_response_length"]
-        if data.response is None:
-            assumed.append(f"every row has {limit} tokens to learn")
-        answer = limit if data.response is None else max(1, round(data.response))
-        lengths = Lengths(data.prompt or 0.0, float(answer), answer)
-        if response_length is not None:
-            raise ValueError(
-                f"--plan-response-length {response_length:g}: this run samples no responses; leave it out, since the "
-                "lengths are those of the data"
-            )
-    else:
-        limit, prompt = v["max_response_length"], data.prompt
-        if prompt is None:
-            prompt = v["max_prompt_length"]
-            assumed.append(f"every prompt has --max-prompt-length {prompt} tokens")
-        if response_length is not None and not 1 <= response_length <= limit:
-            raise ValueError(
-                f"--plan-response-length {response_length:g} must be between 1 and --max-response-length {limit}"
-            )
-        if response_length is None:
-            assumed.append(
-                f"every response runs to --max-response-length {limit}; --plan-response-length gives the mean if you "
-                "know it, and the run is faster then"
-            )
-        lengths = Lengths(float(prompt), float(response_length or limit), limit)
+    lengths, notes = (_sampled if samples else _given)(v, data, response_length)
+    assumed = [*data.notes, *notes]
     prompts, answers, rows, same = _counts(args, v, samples)
     if samples and v["engine"] != "vllm":
         assumed.append(f"responses are sampled as fast as by vllm; --engine {v['engine']} is many times slower")
@@ -91,6 +66,39 @@ def work_of(args: Any, response_length: float | None) -> Work:
         assumed.append(f"--val-files {' '.join(v['val_files'])} cannot be read, so no evaluation is counted")
     phases = tuple(_phases(args, v))
     return Work(prompts, answers, rows, same, lengths, phases, tuple(assumed), steps, questions, evaluations)
+
+
+def _sampled(v: dict[str, Any], data: "Data", response_length: float | None) -> tuple[Lengths, list[str]]:
+    """Lengths where responses are sampled, and what is assumed about them."""
+    limit, prompt, assumed = v["max_response_length"], data.prompt, []
+    if prompt is None:
+        prompt = v["max_prompt_length"]
+        assumed.append(f"every prompt has --max-prompt-length {prompt} tokens")
+    if response_length is not None and not 1 <= response_length <= limit:
+        raise ValueError(
+            f"--plan-response-length {response_length:g} must be between 1 and --max-response-length {limit}"
+        )
+    if response_length is None:
+        assumed.append(
+            f"every response runs to --max-response-length {limit}; --plan-response-length gives the mean if you "
+            "know it, and the run is faster then"
+        )
+    return Lengths(float(prompt), float(response_length or limit), limit), assumed
+
+
+def _given(v: dict[str, Any], data: "Data", response_length: float | None) -> tuple[Lengths, list[str]]:
+    """Lengths where the data has the responses, and what is assumed about them."""
+    if response_length is not None:
+        raise ValueError(
+            f"--plan-response-length {response_length:g}: this run samples no responses; leave it out, since the "
+            "lengths are those of the data"
+        )
+    if data.response is not None:
+        answer, assumed = max(1, round(data.response)), []
+    else:
+        answer = v.get("max_length") or v["max_response_length"]
+        assumed = [f"every row has {answer} tokens to learn"]
+    return Lengths(data.prompt or 0.0, float(answer), answer), assumed
 
 
 def _counts(args: Any, v: dict[str, Any], samples: bool) -> tuple[int, int, int, int]:

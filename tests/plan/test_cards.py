@@ -5,7 +5,7 @@ import os
 import pytest
 
 from extras.plan import cards
-from extras.plan.cards import KINDS, Machine, machine_of, named
+from extras.plan.cards import KINDS, SOURCES, Machine, machine_of, named
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,9 @@ def test_other_names_are_refused_with_the_kinds_that_there_are(text):
 
 
 def test_every_kind_has_figures_of_its_data_sheet():
+    assert SOURCES.keys() == KINDS.keys()
     for kind, card in KINDS.items():
-        assert card.source and card.name.endswith(" GB")
+        assert SOURCES[kind] and card.name.endswith(" GB")
         assert 20 < card.gib < float(card.name.split()[-2])  # of 1e9 bytes
         assert 50 < card.tflops < 3000 and 250 < card.memory_gb_s < 9000
         assert card.network_gb_s <= card.link_gb_s or card.link_gb_s <= 30

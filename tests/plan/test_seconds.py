@@ -11,7 +11,7 @@ from extras.plan.memory import Engine, Load, Model, Way
 from extras.plan.seconds import Lengths, Pass, decode_s, generate_s, pass_s, step_s
 from extras.plan.sizes import Layer, Sizes
 
-CARD = Card("a card", 80, 100, 1000, 50, 10, 5, 100, "made up")  # 1e14 FLOP/s, 1e12 bytes/s, 5e10, 1e10, 5e9
+CARD = Card("a card", 80, 100, 1000, 50, 10, 5, 100)  # 1e14 FLOP/s, 1e12 bytes/s, 5e10, 1e10, 5e9
 LAYER = Layer(parameters=10**8, inner=4000, attention=1000, cache=1000)
 SMALL = Sizes(
     layers=(LAYER,) * 10,
