@@ -16,7 +16,7 @@ def train_flops(
     no gradients: 2 backward; its adapters are left out. Causal attention over a sequence of s tokens takes half of
     12 * width * s^2 in each layer that has it; `sum_squares` is the sum of s^2. In a gated delta net a token reads,
     changes and reads again a state (K, V) of each head: 18 * heads * K * V. Left out are other recurrences,
-    norms, activations and the optimizer, as usual for the utilisation of a GPU.
+    norms, activations and the optimizer, as usual for the utilization of a GPU.
     """
     c, head = model.config, model.get_output_embeddings()
     layers = sum(weights_used(x, model) for x in model.modules() if x is not head and not isinstance(x, nn.Embedding))
