@@ -142,8 +142,8 @@ def check_model(
         check_trainable(path, longest, limits, flag=flag, instead=instead)
     else:
         check_context(path, longest, limits)
-    configs = config.to_dict(), config.get_text_config().to_dict()
-    quantization = next(filter(None, (x.get("quantization_config") for x in configs)), None)
+    quantization = config.to_dict().get("quantization_config")
+    quantization = quantization or config.get_text_config().to_dict().get("quantization_config")
     if quantization and is_trained:
         method = quantization.get("quant_method")
         raise ValueError(f"{where}: its weights are quantized ({method}); give the model before that, to be trained")
