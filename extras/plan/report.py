@@ -9,7 +9,7 @@ from extras.plan import Hardware, PlanFlags, budget_of, compiling_pays, seconds
 from extras.plan.cards import GIB, PER_HOST, Machine, named
 from extras.plan.memory import Model, engine_bytes
 from extras.plan.step import Setting, Step, generate_s, step_of
-from extras.plan.ways import AUTO, Choice, DoesNotFit, by_phase, check_share, choose, engine_of, load_of, spell
+from extras.plan.ways import AUTO, Choice, DoesNotFit, check_share, choose, engine_of, gib_by_phase, load_of, spell
 from extras.plan.work import Work, work_of
 from rl.flags import change, check_limits, flat
 from rl.model.checks import check_heads
@@ -89,7 +89,7 @@ def text_of(plan: Plan, args: Any) -> str:
         f"{plan.script}.py fits on {plan.machine}",
         f"model: {args.model}, {parameters:.2f}e9 parameters, of which {learned:.3g}e9 learn",
         f"flags: {spell(plan.choice.way, budget_of(args.memory)[0])} --compile {plan.compiles}",
-        f"GiB of each GPU, which has {plan.machine.card.gib:.1f}: {by_phase(needed)}",
+        f"GiB of each GPU, which has {plan.machine.card.gib:.1f}: {gib_by_phase(needed)}",
         f"GiB of host memory, of which each machine has {plan.machine.host_gib:.0f}: {needed.host / GIB:.0f}",
     ]
     if plan.step is None:

@@ -195,8 +195,8 @@ def settle(args: Any, hardware: Hardware, then: dict[str, Any] | None) -> Settle
     lines = [why] if why else []
     lines.append(f"memory: {'as before, ' if again else ''}{spell(chosen.way, flag)}")
     lines.append(
-        f"planned for a GPU with {_gib(hardware.gpu)} GiB: {by_phase(chosen.needed)}; host {_gib(chosen.needed.host)} "
-        f"of {_gib(hardware.host)} GiB"
+        f"planned for a GPU with {_gib(hardware.gpu)} GiB: {gib_by_phase(chosen.needed)}; host "
+        f"{_gib(chosen.needed.host)} of {_gib(hardware.host)} GiB"
     )
     names = flags_of_way(flag)
     groups = [with_values(memory, dict(zip(names, way, strict=True))) for way in (chosen.way, *rest)]
@@ -208,7 +208,7 @@ def flags_of_way(flag: str) -> tuple[str, ...]:
     return "activation_checkpointing", flag, "optimizer_offload", "param_offload"
 
 
-def by_phase(x: Needed) -> str:
+def gib_by_phase(x: Needed) -> str:
     """GiB of a GPU by phase."""
     return ", ".join(f"{name} {_gib(size)}" for name, size in x.phases.items())
 
