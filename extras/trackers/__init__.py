@@ -6,7 +6,9 @@ sends the files of a run to a tracker afterwards.
 
 import json
 import math
-from collections.abc import Callable, Sequence
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -50,3 +52,43 @@ def hand_on(sink: Sink, records: Sequence[dict[str, Any]]) -> None:
         sink.show(step, kind, shown)
     else:
         sink.log(step, {name: math.nan if x is None else x for name, x in shown[0].items()})
+
+
+class Sinks:
+    """The sinks of a run by name. One that raises gets nothing more: none of its faults may end a run.
+
+    Args: opened, sinks that are open already; of_run, the run's folder and its names for a project and an experiment.
+    """
+
+    def __init__(self, opened: Mapping[str, Sink], of_run: tuple[str, str, str]):
+        self.opened, self.of_run = dict(opened), of_run
+
+    def connect(self, names: Iterable[str], config: dict[str, Any]) -> None:
+        """Open the sinks of these trackers, and give them the flags of the run."""
+        for name in names:
+            self._try(name, lambda name: self.opened.update({name: connect(name, *self.of_run, config)}))
+
+    def hand_on(self, records: Sequence[dict[str, Any]]) -> None:
+        """Give every sink records as `hand_on` below does for one."""
+        for name in list(self.opened):
+            self._try(name, lambda name: hand_on(self.opened[name], records))
+
+    def close(self) -> None:
+        """Wait until all sinks have sent what they have."""
+        for name in list(self.opened):
+            self._try(name, lambda name: self.opened[name].close())
+
+    def _try(self, name: str, call: Callable[[str], object]) -> None:
+        try:
+            call(name)
+        except (Exception, SystemExit) as error:  # trackers also exit
+            from rl.console import say
+
+            self.opened.pop(name, None)
+            hint = f" (pip install {name})" if isinstance(error, ImportError) else ""
+            say(
+                f"{name} gets nothing more: {type(error).__name__}: {' '.join(str(error).split())}{hint}. The numbers "
+                f"are in {self.of_run[0]}/metrics.jsonl; to send them later: python -m extras.trackers "
+                f"{shlex.join([name, *self.of_run])}",
+                sys.stderr,
+            )

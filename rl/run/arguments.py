@@ -6,7 +6,9 @@ class Args(RL):
     logging: LoggingRL = LoggingRL(experiment_name="my_run")  # another default of a flag in a group
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,7 +19,7 @@ from extras.lora import LoRA
 from extras.offload import OffloadFlags
 from extras.partial import PartialRollouts
 from rl.data.flags import Data
-from rl.flags import AtLeast1, Auto, Free, Share, flat
+from rl.flags import AtLeast1, Auto, Free, Share
 from rl.model.sharding import Memory
 from rl.run.command_line import parse as parse  # scripts have it from here
 from rl.run.run_folder import Checkpoints
@@ -78,9 +80,9 @@ class RLBase(TrainingArgs):
     checkpoints: Checkpoints = Checkpoints()
     logging: LoggingRL = LoggingRL()
 
-    def check(self) -> None:
-        """Raise ValueError if flags of different groups contradict each other."""
-        values, rollout = flat(self), self.rollout
+    def check(self, flags: Mapping[str, Any]) -> None:
+        """Raise ValueError if flags of different groups contradict each other; `flags` has all of them by name."""
+        rollout = self.rollout
         if rollout.is_quantized:
             flag = f"--rollout-quantization {rollout.rollout_quantization}"
             if rollout.engine != "vllm":
@@ -89,7 +91,7 @@ class RLBase(TrainingArgs):
                 raise ValueError(f"{flag} needs a GPU that computes in FP8, such as an H100 or L40S; leave it out")
         if (n := self.validation.val_n) > 1 and self.validation.val_temperature == 0:
             raise ValueError(f"--val-n {n} repeats one greedy response; add a positive --val-temperature")
-        prompts, of_update = values["train_batch_size"], values.get("ppo_mini_batch_size")
+        prompts, of_update = flags["train_batch_size"], flags.get("ppo_mini_batch_size")
         if of_update and of_update > prompts:
             raise ValueError(
                 f"--ppo-mini-batch-size {of_update} is more than --train-batch-size {prompts}; both count prompts, "

@@ -213,8 +213,6 @@ class Saver:
             loop_state.write(temporary / "loop", ranks.rank, state)
 
         def export() -> list[str]:
-            if not ranks.is_main:
-                return []
             written = origin | {"lora": self.exporter.write(temporary, exports)} | self.record
             (temporary / "trainer_state.json").write_text(json.dumps(written, indent=2))
             return sorted(str(p.relative_to(temporary)) for p in temporary.rglob("*") if p.is_file())
@@ -230,7 +228,7 @@ class Saver:
 
         together(prepare, group)
         together(write, group)
-        names = together(export, group)[0]
+        names = together(export if ranks.is_main else list, group)[0]
         parts = together(force_to_disk, group)
         together(commit, group)
 

@@ -125,8 +125,8 @@ def write(folder: pathlib.Path, rank: int, tensors: dict[str, torch.Tensor], pla
         save_file(tensors, folder / f"rank_{rank}.safetensors", metadata={"shards": json.dumps(places)})
 
 
-def read(folder: pathlib.Path, ranks: int, names: set[str] | None = None) -> dict[str, Saved]:
-    """The tensors in the files that so many ranks have written to a folder, all or these; other files do not count.
+def read(folder: pathlib.Path, ranks: int) -> dict[str, Saved]:
+    """The tensors in the files that so many ranks have written to a folder; other files do not count.
 
     Raises ValueError if a file is damaged or anything is missing.
     """
@@ -135,13 +135,10 @@ def read(folder: pathlib.Path, ranks: int, names: set[str] | None = None) -> dic
         try:
             with safe_open(path, "pt") as file:
                 for name, (start, shape) in json.loads(file.metadata()["shards"]).items():
-                    if names is None or name in names:
-                        entry = saved.setdefault(name, Saved(tuple(map(operator.index, shape)), []))
-                        entry.parts.append((operator.index(start), file.get_tensor(name)))
+                    entry = saved.setdefault(name, Saved(tuple(map(operator.index, shape)), []))
+                    entry.parts.append((operator.index(start), file.get_tensor(name)))
         except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is not loaded: {error!r}") from error
-    if missing := (names or set()) - saved.keys():
-        raise ValueError(f"{folder}: {min(missing)} is not there")
     for name, x in saved.items():
         x.parts.sort(key=lambda part: part[0])
         rows = [len(part) if part.ndim else 1 for _, part in x.parts]
@@ -162,23 +159,20 @@ def load(saved: dict[str, Saved], trained: Trained, *, moments_on_host: bool = F
     """
     moments = _check(saved, trained)
     for name, (module, optimizer) in trained.items():
-        keys = {}
         for key, parameter in learning(module).items():
-            keys[parameter] = key
             fill(parameter, saved[f"{name}/model/{key}"])
         if optimizer is None:
             continue
         optimizer.state.clear()
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                for kind, x in moments.get((name, keys.get(parameter, "")), {}).items():
-                    if x.shape:
-                        part = own_part(parameter)
-                        empty = torch.empty_like(part, device="cpu" if moments_on_host else part.device)
-                        optimizer.state[parameter][kind] = fill(with_part(parameter, empty), x)
-                    else:  # the number of steps; AdamW wants it on the device if fused, on the host if not
-                        where = parameter.device if group["fused"] else "cpu"
-                        optimizer.state[parameter][kind] = x.parts[0][1].to(where, copy=True)
+        for key, parameter in learning(module).items():
+            for kind, x in moments.get((name, key), {}).items():
+                if x.shape:
+                    part = own_part(parameter)
+                    empty = torch.empty_like(part, device="cpu" if moments_on_host else part.device)
+                    optimizer.state[parameter][kind] = fill(with_part(parameter, empty), x)
+                else:  # the number of steps; AdamW wants it on the device if fused, on the host if not
+                    where = parameter.device if optimizer.defaults["fused"] else "cpu"
+                    optimizer.state[parameter][kind] = x.parts[0][1].to(where, copy=True)
 
 
 def fill(x: torch.Tensor, saved: Saved) -> torch.Tensor:

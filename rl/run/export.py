@@ -59,9 +59,10 @@ class Exporter:
         """Write huggingface/, and what families of the modules write, beside the state in `folder`, which is complete.
         All names but the first end in `_NAME`. Returns what families have to know of each module when it is loaded.
         """
-        records = {}
+        records, saved = {}, tensors.read(folder / "state", self.ranks.size)
         for i, (name, (module, keys, others, beside, _)) in enumerate(exports.items()):
-            suffix, learned = f"_{name}" if i else "", self._whole(folder / "state", module, name, keys)
+            suffix = f"_{name}" if i else ""
+            learned = self._whole(module, {key: saved[f"{name}/model/{key}"] for key in keys})
             weights = {key: _alone(x) for key, x in models.exported(module, (others | learned).items())}
             files = folder / f"huggingface{suffix}"
             write_huggingface(files, module, weights | beside, self.tokenizer_files, self.ranks.dtype)
@@ -70,17 +71,12 @@ class Exporter:
                     records[name] = record
         return records
 
-    def _whole(
-        self, state: pathlib.Path, module: PreTrainedModel, name: str, keys: list[str]
-    ) -> dict[str, torch.Tensor]:
-        """The weights that a module trains, from the files of all ranks, in the compute dtype. What families have added
-        keeps its own.
-        """
-        paths = {key: f"{name}/model/{key}" for key in keys}
-        saved, whole = tensors.read(state, self.ranks.size, set(paths.values())), {}
-        for key, path in paths.items():
-            dtype = saved[path].dtype if is_added(module, key) else self.ranks.dtype
-            whole[key] = tensors.fill(torch.empty(saved[path].shape, dtype=dtype), saved[path])
+    def _whole(self, module: PreTrainedModel, saved: dict[str, tensors.Saved]) -> dict[str, torch.Tensor]:
+        """Weights by name, whole, in the compute dtype. What families have added keeps its own."""
+        whole = {}
+        for key, x in saved.items():
+            dtype = x.dtype if is_added(module, key) else self.ranks.dtype
+            whole[key] = tensors.fill(torch.empty(x.shape, dtype=dtype), x)
         return whole
 
 

@@ -94,31 +94,28 @@ def choose_checkpoint(
     return path, records[0]
 
 
-def check_mode(resume_mode: str) -> None:
-    """Raise ValueError, before the run's folder is made, if --resume-mode names a folder that is no checkpoint."""
-    if resume_mode not in ("auto", "disable") and not (pathlib.Path(resume_mode) / "MANIFEST.json").is_file():
-        raise _no_checkpoint(resume_mode, "no MANIFEST.json")
-
-
-def _no_checkpoint(resume_mode: str, problem: str) -> ValueError:
-    return ValueError(
-        f"--resume-mode {resume_mode}: not a complete checkpoint ({problem}); give auto, disable or a global_step_N "
-        "folder"
-    )
+def check_mode(resume_mode: str, ranks: Ranks) -> None:
+    """Raise ValueError, before the run's folder is made, if --resume-mode names a folder that is no intact checkpoint.
+    All ranks must enter.
+    """
+    if resume_mode not in ("auto", "disable") and (problem := _problem(pathlib.Path(resume_mode), ranks)):
+        raise ValueError(
+            f"--resume-mode {resume_mode}: not a complete checkpoint ({problem}); give auto, disable or a "
+            "global_step_N folder"
+        )
 
 
 def find_checkpoint(resume_mode: str, root: pathlib.Path, ranks: Ranks) -> pathlib.Path | None:
-    """The checkpoint to resume from, every byte of it compared with its manifest. All ranks must enter.
+    """The checkpoint to resume from. All ranks must enter.
 
-    `auto`: the newest intact one under `root`, or None if there is none at all. `disable`: None. Otherwise a
-    global_step_N folder. Says which ones it passes over, and why. Raises ValueError if all are damaged, if the folder
-    is not a complete checkpoint, or if `disable` or the folder would mix a new run into another one under `root`.
+    `auto`: the newest one under `root` of which every byte is as its manifest says, or None if there is none at all.
+    `disable`: None. Otherwise a global_step_N folder that `check_mode` has let pass. Says which ones it passes over,
+    and why. Raises ValueError if all are damaged, or if `disable` or the folder would mix a new run into another one
+    under `root`.
     """
     steps = gather(files.list_steps(root) if ranks.is_main else [])[0]
     if resume_mode != "auto":
         path = None if resume_mode == "disable" else pathlib.Path(resume_mode)
-        if path and (problem := _problem(path, ranks)):
-            raise _no_checkpoint(resume_mode, problem)
         is_newest = path and path.resolve().parent == root.resolve() and steps[-1] <= trainer_state(path)["step"]
         if steps and not is_newest:
             raise ValueError(

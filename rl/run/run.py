@@ -80,7 +80,7 @@ class Run:
         watchdog.start(args.checkpoints.stall_timeout)
         stop.start(args.checkpoints.max_hours)
         self.sinks = open_early(args.logging, self.ranks)
-        resume.check_mode(args.checkpoints.resume_mode)
+        resume.check_mode(args.checkpoints.resume_mode, self.ranks)
         root = folder_of(args.checkpoints, args.logging.project_name, args.logging.experiment_name)
         self.folder = RunFolder(root, self.ranks, total_steps)
         self.resume_from, record = resume.choose_checkpoint(args, tokenizer, self.folder)
@@ -125,13 +125,12 @@ class Run:
         On GPUs `run.memory` may be another one afterwards, if less fits than was planned. Raises RuntimeError with the
         flags to change if nothing fits: everything else that stays on the device has to be there by now.
         """
-        (policy, _), path, how = next(iter(trained.values())), self.resume_from, "new run"
+        (policy, _), path = next(iter(trained.values())), self.resume_from
         self.trained, self.sampler = trained, sampler
         engine = sampler.engine if sampler else None
         notes = [sampler.scorer.report] if sampler else []  # lines for the console
         self.offloaded = () if self.memory.param_offload else offloaded  # on the host already
         if path:
-            how = f"resumed from {path}"
             checkpoint.load(path, trained, moments_on_host=self.memory.optimizer_offload)
         for x in policy.packed.families:
             x.begin_run(self.args.lora, engine)
@@ -167,14 +166,15 @@ class Run:
                 notes.append(f"the data ends answers with {' '.join(new)}, so the exported generation config does too")
         if newer := newer_than_tested():
             notes.append(f"newer than what was tested: {newer}; docs/troubleshooting.md has what was run")
-        steps = range(self.first_step + 1, self.total_steps + 1)
-        more = "no steps left (raise --total-training-steps or --total-epochs to learn more)"
-        left = f"steps {steps[0]}-{steps[-1]}" if steps else more
+        left = f"steps {self.first_step + 1}-{self.total_steps}"
+        if self.first_step == self.total_steps:
+            left = "no steps left (raise --total-training-steps or --total-epochs to learn more)"
         flags, rows = flat(self.args), self.args.train_batch_size
         work = f"{rows} {'rows' if self.args.rows_per_unit == 1 else 'pairs'} per step"
         if self.sampler:
             updates = flags["ppo_epochs"] * -(-rows // (mini_batch_size or flags["ppo_mini_batch_size"] or rows))
             work = f"{rows} prompts x {flags['rollout_n']} responses and {updates} update(s) per step"
+        how = f"resumed from {path}" if path else "new run"
         begins = f"{root}: {how}, {left}, {self.ranks.size} rank(s), {work}"
         self.tracker.print("\n".join([begins, *filter(None, notes)]))
         gc.freeze()  # garbage collections need not walk through what stays alive: nearly half a second each

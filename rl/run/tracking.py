@@ -7,11 +7,10 @@ import math
 import os
 import pathlib
 import re
-import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from extras import trackers
@@ -57,13 +56,12 @@ def open_early(flags: Logging, ranks: Ranks) -> dict[str, trackers.Sink]:
     rank 0. Raises ValueError, on every rank, if --prometheus-port is in use. All ranks must enter.
     """
     sinks, port = {}, flags.prometheus_port
-    if port is not None:
 
-        def serve() -> None:
-            if ranks.is_main:
-                sinks["prometheus"] = trackers.serve(port, flags.project_name, flags.experiment_name)
+    def serve() -> None:
+        if ranks.is_main and port is not None:
+            sinks["prometheus"] = trackers.serve(port, flags.project_name, flags.experiment_name)
 
-        together(serve)
+    together(serve)
     return sinks
 
 
@@ -93,9 +91,8 @@ class Tracker:
     ):
         self.enabled, self.run_dir, flags = enabled, pathlib.Path(run_dir), args.logging
         self.prints = enabled and "console" in flags.logger
-        self.names = flags.project_name, flags.experiment_name
         self.metrics, self.generations = Lines(self.run_dir / METRICS), Lines(self.run_dir / GENERATIONS)
-        self.sinks = dict(sinks or {})
+        self.sinks = trackers.Sinks(sinks or {}, (str(run_dir), flags.project_name, flags.experiment_name))
         if not enabled:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -108,11 +105,7 @@ class Tracker:
             _drop_after(lines.file, start, evaluates=evaluates)
         config = without_secrets(args)
         (self.run_dir / CONFIG).write_text(json.dumps(config, indent=2))
-
-        def connect(name: str) -> None:
-            self.sinks[name] = trackers.connect(name, str(self.run_dir), *self.names, config)
-
-        self._for_each([name for name in flags.logger if name != "console"], connect)
+        self.sinks.connect([name for name in flags.logger if name != "console"], config)
 
     def log(self, step: int, metrics: dict[str, float], line: str = "") -> None:
         """Record the metrics of a step; print `line` if --logger has console.
@@ -123,7 +116,7 @@ class Tracker:
             finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
             record = {"step": step, "time": time.time(), **finite}
             self.metrics.append(record)
-            self._for_each(self.sinks, lambda name: trackers.hand_on(self.sinks[name], [record]))
+            self.sinks.hand_on([record])
         if line:
             self.print(line)
 
@@ -132,7 +125,7 @@ class Tracker:
         if self.enabled and generations:
             records = [{"step": step, "kind": kind, **generation} for generation in generations]
             self.generations.append(*records)
-            self._for_each(self.sinks, lambda name: trackers.hand_on(self.sinks[name], records))
+            self.sinks.hand_on(records)
 
     def print(self, text: str) -> None:
         """Print on rank 0 if --logger has console."""
@@ -144,22 +137,7 @@ class Tracker:
         if self.enabled:
             self.metrics.close()
             self.generations.close()
-            self._for_each(self.sinks, lambda name: self.sinks[name].close())
-
-    def _for_each(self, names: Iterable[str], call: Callable[[str], object]) -> None:
-        """Call with the name of each sink. One that raises gets nothing more: none of its faults may end a run."""
-        for name in list(names):
-            try:
-                call(name)
-            except (Exception, SystemExit) as error:  # trackers also exit
-                self.sinks.pop(name, None)
-                hint = f" (pip install {name})" if isinstance(error, ImportError) else ""
-                again = shlex.join([name, str(self.run_dir), *self.names])
-                say(
-                    f"{name} gets nothing more: {type(error).__name__}: {' '.join(str(error).split())}{hint}. The "
-                    f"numbers are in {self.metrics.file}; to send them later: python -m extras.trackers {again}",
-                    sys.stderr,
-                )
+            self.sinks.close()
 
 
 class Lines:

@@ -39,9 +39,6 @@ class TrainingArgs(Planned):
             units |= getattr(group, "units", {})
         return units
 
-    def check(self) -> None:
-        """Raise ValueError if flags of different groups contradict each other."""
-
 
 def check(args: Any, *, scores: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of --model, if nothing is wrong that can be known before data and models are loaded.
@@ -58,8 +55,7 @@ def check(args: Any, *, scores: bool = False) -> PreTrainedTokenizerBase:
     for unit, length in args.units.items():
         if tokens != "auto" and tokens < length:
             raise ValueError(f"{spelled(flag)} {tokens} cannot hold {unit} = {length} tokens; raise it to that")
-    args.check()
-    for group in vars(args).values():
+    for group in (args, *vars(args).values()):
         if hasattr(group, "check"):  # a group knows what contradicts its flags
             group.check(flat(args))
     root = folder_of(args.checkpoints, args.logging.project_name, args.logging.experiment_name)

@@ -152,10 +152,10 @@ def test_one_flipped_bit_in_any_file_is_detected(unbroken, solo, tmp_path):
             damaged[position] ^= 1 << rng.randrange(8)
             file.write_bytes(damaged)
             with pytest.raises(ValueError, match="not a complete checkpoint") as error:
-                resume.find_checkpoint(str(path), tmp_path, solo)
+                resume.check_mode(str(path), solo)
             assert f"{file.relative_to(path)} is damaged" in str(error.value)
         file.write_bytes(whole)
-    assert resume.find_checkpoint(str(path), tmp_path, solo) == path
+    resume.check_mode(str(path), solo)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "emptied", "removed", "longer"])
@@ -168,9 +168,9 @@ def test_any_file_truncated_emptied_removed_or_longer_is_detected(unbroken, solo
         if damage != "removed":
             file.write_bytes(change[damage](whole))
         with pytest.raises(ValueError, match="not a complete checkpoint"):
-            resume.find_checkpoint(str(path), tmp_path, solo)
+            resume.check_mode(str(path), solo)
         file.write_bytes(whole)
-    assert resume.find_checkpoint(str(path), tmp_path, solo) == path
+    resume.check_mode(str(path), solo)
 
 
 def test_no_bit_of_the_manifest_is_without_guard(unbroken, solo, tmp_path):
@@ -183,7 +183,7 @@ def test_no_bit_of_the_manifest_is_without_guard(unbroken, solo, tmp_path):
         damaged[i // 8] ^= 1 << i % 8
         manifest.write_bytes(damaged)
         with pytest.raises(ValueError) as error:
-            resume.find_checkpoint(str(path), tmp_path, solo)
+            resume.check_mode(str(path), solo)
         assert "state/" not in str(error.value), f"bit {i} of the manifest is not missed"
 
 
@@ -352,13 +352,13 @@ def test_every_field_that_is_read_of_a_checkpoint_is_checked(unbroken, solo, tmp
             assert found == tmp_path / "global_step_3", (field, state.get(field))
             assert f"passed over: {path}: {file}: the field {field} is " in printed, (field, state.get(field))
             with pytest.raises(ValueError, match=f"not a complete checkpoint .*the field {field} is"):
-                resume.find_checkpoint(str(path), tmp_path, solo)
+                resume.check_mode(str(path), solo)
     assert count > 70
     for field, value in (("step", 3), ("world_size", 2)):  # which other files contradict
         file.write_text(json.dumps(written | {field: value}))
         sealed(path)
         with pytest.raises(ValueError, match=f"the field {field} is {value}, and "):
-            resume.find_checkpoint(str(path), tmp_path, solo)
+            resume.check_mode(str(path), solo)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '"x"', "{'a': 1}", "\udcff", "[" * 100_000])
@@ -371,11 +371,12 @@ def test_files_that_hold_no_fields_are_named(unbroken, solo, tmp_path, text):
         if name != "MANIFEST.json":
             sealed(path)
         with pytest.raises(ValueError, match=f"{name} (is damaged|is not loaded|holds a .* and no fields)"):
-            resume.find_checkpoint(str(path), tmp_path, solo)
+            resume.check_mode(str(path), solo)
             checkpoint.load_states(path)
         (path / name).write_bytes(whole)
     sealed(path)
-    assert resume.find_checkpoint(str(path), tmp_path, solo) == path and len(checkpoint.load_states(path)) == 1
+    resume.check_mode(str(path), solo)
+    assert len(checkpoint.load_states(path)) == 1
 
 
 def test_a_manifest_that_fits_itself_but_lists_no_files_is_damaged(unbroken, solo, tmp_path):
@@ -387,7 +388,7 @@ def test_a_manifest_that_fits_itself_but_lists_no_files_is_damaged(unbroken, sol
         manifest = written | {"files": listed}
         (path / "MANIFEST.json").write_text(json.dumps(manifest | {"sha256": files.hash_of(manifest)}))
         with pytest.raises(ValueError, match=r"not a complete checkpoint \(MANIFEST.json is damaged\)"):
-            resume.find_checkpoint(str(path), tmp_path, solo)
+            resume.check_mode(str(path), solo)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -330,7 +330,7 @@ def test_untied_weights_and_bfloat16_compute(task, policy_of, tmp_path):
     untied = AutoModelForCausalLM.from_config(config)
     untied.generation_config.eos_token_id = [2, 0]  # two ways to end, as instruction-tuned models have
     untied.save_pretrained(tmp_path / "untied")
-    policy, optimizer, ranks = policy_of(tmp_path / "untied", torch.bfloat16)
+    policy, optimizer, ranks = policy_of(str(tmp_path / "untied"), torch.bfloat16)
     master = {name: tensor.clone() for name, tensor in full_tensors(policy)}
     saved = save_and_wait(open_run(task, tmp_path / "run", ranks), 7, {"actor": (policy, optimizer)})
     exported = h.weights(saved)
@@ -587,8 +587,6 @@ def test_rows_are_found_in_whichever_files_have_them(task, policy_of, tmp_path):
     fresh, fresh_optimizer, _ = policy_of(task.model)
     assert checkpoint.load(saved, {"actor": (fresh, fresh_optimizer)}) == 1
     h.assert_same(state_of({"actor": (fresh, fresh_optimizer)}), expected)
-    with pytest.raises(ValueError, match="state: actor/model/else is not there"):
-        checkpoint_tensors.read(saved / "state", 3, {"actor/model/model.norm.weight", "actor/model/else"})
     (saved / "state" / "rank_1.safetensors").unlink()
     with pytest.raises(ValueError, match="is not there as a whole, which has the shape"):
         checkpoint.load(saved, {"actor": (fresh, fresh_optimizer)})
