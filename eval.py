@@ -87,8 +87,8 @@ def main(args: Args) -> dict[str, float]:
     rollout = EngineFlags(**vars(args.rollout))
     engine = make_engine(args.model, ranks, rollout, longest=longest, seed=args.seed, load_weights=True)
     seed = derive_seed(args.seed, engine.first_rank)
-    _, tickets = sample_groups(engine, ranks.own_slice(rows), sampling, scorer.submit, partner, seed=seed)
-    samples = ranks.all_gather(scorer.collect(tickets))
+    own_samples = sample_groups(engine, ranks.own_slice(rows), sampling, scorer.submit, partner, seed=seed)
+    samples = ranks.all_gather(scorer.collect(own_samples))
     scores = [s.score for s in samples]
 
     # A group is the G responses to a prompt; a response that could not be scored counts as wrong, and is counted.

@@ -49,7 +49,6 @@ from rl.run.run import Run
 from rl.run.task import load_task, open_sampler
 from rl.sampling.responses import scores_of
 from rl.sampling.sampler import Sampler
-from rl.scoring.pool import Ticket
 
 # The loss of each pair, (N,). h_w, h_l (N,): log-ratios of the chosen and the rejected response; T_w, T_l (N,): their
 # tokens; k_w, k_l: means of h_w and of h_l over all pairs of the step, by the policy that begins it.
@@ -130,9 +129,9 @@ def check_pairs(args: Args) -> None:
 class Offline(Sampler):
     """Samples nothing: the data has the responses."""
 
-    def complete_groups(self, step: int) -> tuple[list[Row], list[Sample], list[Ticket]]:
+    def complete_groups(self, step: int) -> tuple[list[Row], list[Sample]]:
         """The prompts of a step, and no samples."""
-        return self.prompts(step), [], []
+        return self.prompts(step), []
 
 
 def main(args: Args) -> dict[str, float]:

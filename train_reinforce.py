@@ -47,7 +47,6 @@ from rl.run.run import Run
 from rl.run.task import load_task, open_sampler
 from rl.sampling.responses import scores_of
 from rl.sampling.sampler import Sampler
-from rl.scoring.pool import Ticket
 
 
 @dataclass(frozen=True)
@@ -89,20 +88,21 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
 class WithGreedy(Sampler):
     """Samples also a greedy response to each prompt, at the same time. Only its score is needed."""
 
-    def complete_groups(self, step: int) -> tuple[list[Row], list[Sample], list[Ticket]]:
-        """The prompts of a step, this rank's samples without the greedy ones, and tickets for the scores of all."""
+    def complete_groups(self, step: int) -> tuple[list[Row], list[Sample]]:
+        """The prompts of a step, and this rank's samples without the greedy ones, which are `greedy_samples`."""
         rows, sampling = self.prompts(step), self.task.sampling
         own_rows = self.ranks.own_slice(rows)
         greedy = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
         # First come the responses to all prompts, then the greedy ones.
-        samples, tickets = self.ask(own_rows * 2, [sampling] * len(own_rows) + [greedy] * len(own_rows), step)
-        return rows, samples[: len(own_rows) * sampling.n], tickets
+        samples = self.ask(own_rows * 2, [sampling] * len(own_rows) + [greedy] * len(own_rows), step)
+        self.greedy_samples = samples[len(own_rows) * sampling.n :]
+        return rows, samples[: len(own_rows) * sampling.n]
 
-    def collect(self, tickets: Sequence[Ticket]) -> list[Sample]:
-        """The samples with their scores; `greedy_scores` are those of the greedy ones."""
-        samples = super().collect(tickets)
-        self.greedy_scores = [s.score for s in samples[len(self.own_samples) :]]
-        return samples[: len(self.own_samples)]
+    def collect(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with their scores, which `greedy_samples` get too."""
+        scored = super().collect([*samples, *self.greedy_samples])
+        self.greedy_samples = scored[len(samples) :]
+        return scored[: len(samples)]
 
 
 def main(args: Args) -> dict[str, float]:
@@ -140,7 +140,7 @@ def main(args: Args) -> dict[str, float]:
         responses = sampler.sample(policy, step)  # B
         greedy_P = torch.zeros(args.train_batch_size)  # (P,)
         if args.adv_estimator == "remax":  # NaN for a greedy response without a score
-            greedy_P = torch.tensor(ranks.all_gather([x.value_or_nan for x in sampler.greedy_scores]))
+            greedy_P = torch.tensor(ranks.all_gather([s.score.value_or_nan for s in sampler.greedy_samples]))
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
         is_trainable = (scores_PG - greedy_P.view(-1, 1)).isfinite().flatten()  # (B,): with remax, both of them
 

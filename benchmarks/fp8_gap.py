@@ -88,7 +88,7 @@ def main(args: Args) -> dict[str, dict[str, float]]:
     for name in ("bf16", "fp8"):
         engine = hf.Engine(args.model, replace(ranks, dtype=torch.float32), longest=longest)
         round_layers(engine.model, fp8=name == "fp8")
-        samples, _ = sample_groups(engine, rows, sampling, seed=args.seed)
+        samples = sample_groups(engine, rows, sampling, seed=args.seed)
         batch = take_rows(collate(samples, pad_id=0), range(len(samples)), ranks.device)
         logp, entropy = token_logprobs(trainer, batch, sampling=sampling)
         means = Means(ranks)

@@ -339,7 +339,7 @@ def engine_gap(export: str, policy: torch.nn.Module, ranks: Any) -> dict[str, An
             x.mul_(1.05)
         engine.update_weights(models.weights_for_engine(policy, ranks))
         model = engine.llm.apply_model(lambda model: type(model).__name__)[0]
-        samples, _ = sample_groups(engine, rows, sampling, seed=1)
+        samples = sample_groups(engine, rows, sampling, seed=1)
         gap = check_engine(policy, samples, sampling, EngineFlags(max_logprob_gap=1e9), ranks, num_probe=8)
     except Exception as error:  # whatever vLLM says of a model that it does not serve
         traceback.print_exc()

@@ -136,7 +136,7 @@ def main(args: Args) -> list[dict]:
         cut(model, depth, whole)
         engine.wake()
         engine.update_weights(weights_for_engine(model, ranks))
-        samples, _ = sample_groups(engine, rows, sampling, seed=args.seed + depth)
+        samples = sample_groups(engine, rows, sampling, seed=args.seed + depth)
         engine.sleep()
         batch = collate(samples)
         line = {"shape": args.shape, "layers": depth, "tokens": int(batch.response_mask.sum())}

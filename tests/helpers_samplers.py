@@ -47,12 +47,12 @@ def note_batches(file):
     take = SamplerPool.take
 
     def noting(samplers):
-        rows, samples, tickets = take(samplers)
+        rows, samples = take(samplers)
         ages = [sorted({samplers.policy_version - v for v, _ in spans_of(s)}) for s in samples]
         line = dict(version=samplers.policy_version, rows=[row["row_index"] for row in rows], ages=ages)
         with open(file, "a") as f:
             f.write(json.dumps(line) + "\n")
-        return rows, samples, tickets
+        return rows, samples
 
     SamplerPool.take = noting
 

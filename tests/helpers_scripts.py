@@ -456,14 +456,14 @@ def crash_at(rank: int, n: int, after: str | None = None, *, collect: Callable =
     """
     calls = 0
 
-    def crashing(scorer, tickets):
+    def crashing(scorer, samples):
         nonlocal calls
         calls += sys._getframe(1).f_code.co_name in ("collect", "sample", "evaluate")
         if calls == n and int(os.environ["RANK"]) == rank:
             while after is not None and not os.path.exists(after):
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
-        return collect(scorer, tickets)
+        return collect(scorer, samples)
 
     return crashing
 

@@ -93,19 +93,17 @@ class RewardModel:
     def judge(self, rows: Sequence[Row], samples: Sequence[Sample], scores: Sequence[Score]) -> list[Score]:
         """Add the model's score, times its weight, to this rank's scores, and name it as the component `reward_model`.
 
-        `rows` hold the prompts of the samples. The model comes from the host to the device for it. A response without a
+        `rows` has the prompt of each sample. The model comes from the host to the device for it. A response without a
         score gets none here either, and one for which the model gives NaN or infinity loses its own. Unless the model
         is alone, the accuracy of an evaluation stays that of the functions: the component `acc`. If a rank was asked to
         stop, the scores stay as they are. All ranks must enter.
         """
         if stop.requested(self.ranks.group):
             return list(scores)
-        by_index = {row["row_index"]: row for row in rows}
-        asked = [by_index[s.row_index] for s in samples]
         said = [s.outcome.extra_info["messages"][:-1] if s.outcome else [] for s in samples]  # before the last turn
-        before = [[*row["prompt"], *x] if x else row["prompt"] for row, x in zip(asked, said, strict=True)]
+        before = [[*row["prompt"], *x] if x else row["prompt"] for row, x in zip(rows, said, strict=True)]
         onload(self.model, self.ranks.device)
-        learned = self.score(before, [score.text for score in scores], [row.get("tools") for row in asked])
+        learned = self.score(before, [score.text for score in scores], [row.get("tools") for row in rows])
         offload(self.model)
         if failed := sum(not math.isfinite(x) for x in learned):
             say(f"reward: the reward model gave NaN or infinity for {failed} of {len(learned)} responses", sys.stderr)

@@ -36,7 +36,7 @@ class PartialSampler(Sampler):
         """The groups in flight."""
         return self.in_flight.state()
 
-    def complete_groups(self, step: int) -> tuple[list[Row], list[Sample], list[Any]]:
+    def complete_groups(self, step: int) -> tuple[list[Row], list[Sample]]:
         """The P groups that are complete first, of those that are in flight and of new ones."""
         task, ahead = self.task, self.in_flight.ahead
         rows = begun_in_step(task.train_rows, step, task.batch_size, task.seed, ahead)
@@ -80,7 +80,7 @@ class InFlight:
         self.rows, self.batch_size, self.ranks = ByIndex(rows), batch_size, ranks
         self.loop: Loop | None = None
         self.count = 0  # the name of the next group that this rank begins
-        self.ready: dict[int, tuple[Row, list[Sample], Any]] = {}  # complete, by name, with what `on_group` returned
+        self.ready: dict[Hashable, list[Sample]] = {}  # groups that are complete, by name
         of_ranks = [state.get("in_flight", []) for state in states]
         check_groups(list(itertools.chain(*of_ranks)))  # those of all ranks, so that all ranks raise or none
         is_same_size = len(of_ranks) == ranks.size
@@ -91,17 +91,16 @@ class InFlight:
         engine: Engine,
         rows: list[Row],
         sampling: Sampling,
-        on_group: Callable[[Row, list[Sample]], Any],
+        on_group: Callable[[Row, list[Sample]], object],
         partner: Partner | None = None,
         *,
         step: int,
-    ) -> tuple[list[Row], list[Sample], list[Any]]:
+    ) -> tuple[list[Row], list[Sample]]:
         """Begin `sampling.n` responses to each of the new rows, and sample until P groups are complete.
 
         Args: as for `sample_groups`, but rows of all ranks; step, on which the engine's seed depends. Returns: the rows
-        of the P groups, of all ranks; this rank's samples, groups side by side in their order; and what `on_group` has
-        returned for these. All are incomplete if the run was asked to stop: end the phase then. All data ranks
-        must enter.
+        of the P groups, of all ranks, and this rank's samples, groups side by side in their order. Both are incomplete
+        if the run was asked to stop: end the phase then. All data ranks must enter.
         """
         seed, own_slice = derive_seed(self.seed, step, engine.first_rank), self.ranks.own_slice
         # Two shares: a share of both together may be less than a rank's share of P.
@@ -118,17 +117,16 @@ class InFlight:
                 self.count += 1
             complete = self.loop.run(enough=lambda: len(self.ready) >= wanted)
             for name, samples in itertools.chain(complete, pause(self.loop)):
-                row = self.rows[samples[0].row_index]
-                self.ready[name] = row, samples, on_group(row, samples)
+                self.ready[name] = samples
+                on_group(self.rows[samples[0].row_index], samples)
                 bar.update()
         taken = sorted(self.ready)[:wanted]
         asked = stop.requested(engine.group)  # all ranks of an engine must enter
         if len(taken) < wanted and not asked:
             raise RuntimeError(f"{len(taken)} of {wanted} groups are complete, and nothing is left to sample")
         groups = [self.ready.pop(name) for name in taken]
-        indices = self.ranks.all_gather([row["row_index"] for row, _, _ in groups])
-        samples = [sample for _, group, _ in groups for sample in group]
-        return [self.rows[i] for i in indices], samples, [ticket for _, _, ticket in groups]
+        indices = self.ranks.all_gather([group[0].row_index for group in groups])
+        return [self.rows[i] for i in indices], [sample for group in groups for sample in group]
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: this rank's groups, with the tokens that they have.
@@ -137,7 +135,10 @@ class InFlight:
         """
         if self.loop is None:
             return {"in_flight": self.saved}
-        complete = {name: saved_group(row, dict(enumerate(x))) for name, (row, x, _) in self.ready.items()}
+        complete = {
+            name: saved_group(self.rows[samples[0].row_index], dict(enumerate(samples)))
+            for name, samples in self.ready.items()
+        }
         groups = groups_in_flight(self.loop) | complete
         return {"in_flight": [groups[name] for name in sorted(groups)]}
 
@@ -147,6 +148,7 @@ class InFlight:
             row = self.rows.get(group["row_index"], self.rows[min(self.rows)])
             samples = restore(self.loop, self.count, row, sampling, group)
             if samples:
-                self.ready[self.count] = row, samples, on_group(row, samples)
+                self.ready[self.count] = samples
+                on_group(row, samples)
             self.count += 1
         self.saved = []

@@ -27,7 +27,6 @@ from rl.data.order import derive_seed
 from rl.data.rows import Row
 from rl.data.types import Sample, Sampling
 from rl.ranks import Ranks
-from rl.scoring.pool import Ticket
 
 POLL_MS = 20
 START_S = 900.0  # in which a sampler builds its engine
@@ -63,7 +62,7 @@ class Dispatcher:
         flags: SamplerFlags,
         setup: protocol.Setup,
         prompts: Prompts,
-        submit: Callable[[Row, list[Sample]], Ticket],
+        submit: Callable[[Row, list[Sample]], None],
         ranks: Ranks,
     ):
         self.flags, self.setup, self.prompts, self.submit = flags, setup, prompts, submit
@@ -198,7 +197,8 @@ class Dispatcher:
             member.probe = report.probe.version, probe
         for number, samples in groups.items():
             row = self.prompts.row(number)
-            self.prompts.leases(number).finish(number, identity, (row, samples, self.submit(row, samples)))
+            self.submit(row, samples)
+            self.prompts.leases(number).finish(number, identity, (row, samples))
             self.locals.has_finished(member.name)
         for leases in self.prompts.both:
             leases.confirm(identity, report.begun)

@@ -38,7 +38,7 @@ from rl.sampling.evaluation import summarize
 from rl.sampling.responses import gather_responses
 from rl.sampling.sampler import Task
 from rl.sampling.verify import check_engine
-from rl.scoring.pool import Ticket, raise_if_failing
+from rl.scoring.pool import raise_if_failing
 
 AVERAGED_STEPS = 8  # whose times are averaged: with staleness, short and long steps may alternate
 NUM_PROBES, PROBE_TOKENS = 4, 16  # responses to compare after a push of weights, and tokens of each
@@ -118,26 +118,26 @@ class SamplerPool:
         """Wait for the groups that the next step trains on, and for their scores. All ranks get the scores and
         lengths of all responses, and rank 0 has their tokens. Args: end_phase, as for `rl.sampling.sampler.Sampler`.
         """
-        rows, samples, tickets = self.take()
+        rows, samples = self.take()
         end_phase("gen")
-        self.own_samples = self.scorer.collect(tickets)
+        self.own_samples = self.scorer.collect(samples)
         end_phase("reward")
         responses = gather_responses(self.own_samples, rows, self.ranks)
         raise_if_failing(responses, self.task.max_error_frac)
         return responses
 
-    def take(self) -> tuple[list[Row], list[Sample], list[Ticket]]:
+    def take(self) -> tuple[list[Row], list[Sample]]:
         """Wait for the groups that the next step trains on. Returns the P rows, on all ranks, and, on rank 0, the
-        samples in their order and the tickets of their scores. All are empty if the run was asked to stop.
+        samples in their order. Both are empty if the run was asked to stop.
         """
         groups: dict[int, Group] = {}
         if self.ranks.is_main and self._wait(lambda: self.prompts.ledger.has_batch):
             with self.dispatcher.lock:
                 groups = self.prompts.ledger.take()
-        samples = [sample for _, group, _ in groups.values() for sample in group]
+        samples = [sample for _, group in groups.values() for sample in group]
         self.num_taken += sum(s.num_sampled for s in samples)
         rows = [self.prompts.row(number) for number in self.ranks.all_gather(groups)]
-        return rows, samples, [ticket for _, _, ticket in groups.values()]
+        return rows, samples
 
     def start_evaluation(self) -> None:
         """Let the samplers answer held-out prompts, before others, with the weights of the last push."""
@@ -154,9 +154,9 @@ class SamplerPool:
             leases = self.prompts.evaluation
             if self._wait(lambda: not leases.waiting and not leases.leased):
                 groups = [leases.ready[number] for number in sorted(leases.ready)]
-        samples = self.scorer.collect([ticket for _, _, ticket in groups])
+        samples = self.scorer.collect([sample for _, group in groups for sample in group])
         shown = self.task.val_rows[: self.task.validation.log_val_generations]
-        return summarize([row for row, _, _ in groups], samples, self.task.tokenizer, self.ranks, shown=shown)
+        return summarize([row for row, _ in groups], samples, self.task.tokenizer, self.ranks, shown=shown)
 
     def verify(self, policy: nn.Module, rollout: EngineFlags) -> None:
         """Compare what each sampler has sampled right after the last push with the policy, which must not have changed.
@@ -181,7 +181,7 @@ class SamplerPool:
             return {}
         ledger = self.prompts.ledger
         with self.dispatcher.lock:
-            groups = [[number, [vars(s) for s in samples]] for number, (_, samples, _) in ledger.ready.items()]
+            groups = [[number, [vars(s) for s in samples]] for number, (_, samples) in ledger.ready.items()]
             return {"ledger": ledger.state(), "groups": groups}
 
     def metrics(self) -> dict[str, float]:
@@ -263,7 +263,8 @@ class SamplerPool:
             row, samples = self.prompts.row(number), [sample_of(x) for x in saved]
             fits = all(list(s.prompt_ids) == list(row["prompt_ids"]) for s in samples)
             if fits and len(samples) == self.sampling.n:
-                ready[number] = row, samples, self.scorer.submit(row, samples)
+                ready[number] = row, samples
+                self.scorer.submit(row, samples)
         ledger.load(state["ledger"], ready)
 
 

@@ -10,9 +10,8 @@ from extras.samplers.ledger import Leases, Ledger
 from rl.data.order import prompts_for_step
 from rl.data.rows import Row
 from rl.data.types import Sample, Sampling
-from rl.scoring.pool import Ticket
 
-Group = tuple[Row, list[Sample], Ticket]  # the responses to a prompt, and the ticket of their scores
+Group = tuple[Row, list[Sample]]  # a prompt and the responses to it
 
 
 class Prompts:

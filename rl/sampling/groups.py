@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -45,11 +44,11 @@ def sample_groups(
     engine: Engine,
     rows: Sequence[dict],
     sampling: Sampling | Sequence[Sampling],
-    on_group: Callable[[dict, list[Sample]], Any] | None = None,
+    on_group: Callable[[dict, list[Sample]], object] | None = None,
     partner: Partner | None = None,
     *,
     seed: int,
-) -> tuple[list[Sample], list[Any]]:
+) -> list[Sample]:
     """`sampling.n` samples for each row (a dict with `prompt_ids` and `row_index`).
 
     Args:
@@ -61,19 +60,21 @@ def sample_groups(
         seed: with the same seed, rows and weights the samples are the same. See `seeded`, and with a partner
             `Loop`.
 
-    Returns: the samples, groups side by side in the order of the rows; and what `on_group` has returned for each row.
-    Both are incomplete if the run was asked to stop: call `run.may_stop_after` then. Raises RuntimeError naming the row
-    if the engine returns anything but each response once, with a finite log-prob for every token.
+    Returns: the samples, groups side by side in the order of the rows. They are incomplete if the run was asked to
+    stop: call `run.may_stop_after` then. Raises RuntimeError naming the row if the engine returns anything but each
+    response once, with a finite log-prob for every token.
     """
     ways = [sampling] * len(rows) if isinstance(sampling, Sampling) else sampling
-    loop, handed = Loop(engine, partner, seed=seed), {}
+    loop, groups = Loop(engine, partner, seed=seed), {}  # groups: of the rows that are answered, by their places
     row_of: dict[Hashable, dict] = dict(enumerate(rows))
     with seeded(seed, engine.device), progress("generate", [], total=len(rows)) as bar:
         for i, (row, way) in enumerate(zip(rows, ways, strict=True)):
             loop.start(i, row, way)
         for i, samples in loop.run():
             bar.update()
-            handed[i] = samples, on_group(row_of[i], samples) if on_group is not None else None
+            groups[i] = samples
+            if on_group is not None:
+                on_group(row_of[i], samples)
         if loop.is_open():  # the run was asked to stop
             loop.abandon()
-    return [s for i in sorted(handed) for s in handed[i][0]], [handed[i][1] for i in sorted(handed)]
+    return [sample for i in range(len(rows)) for sample in groups.get(i, ())]

@@ -29,7 +29,7 @@ from rl.sampling.groups import sample_groups
 from rl.sampling.loop import Partner
 from rl.sampling.responses import gather_responses
 from rl.sampling.verify import check_engine
-from rl.scoring.pool import Scorer, Ticket, raise_if_failing
+from rl.scoring.pool import Scorer, raise_if_failing
 
 
 class Task(NamedTuple):
@@ -104,11 +104,11 @@ class Sampler:
         Raises RuntimeError if the engine does not hold the policy's weights, or too many responses get no score.
         """
         self.wake(policy)
-        self.rows, self.own_samples, tickets = self.complete_groups(step)
+        self.rows, self.own_samples = self.complete_groups(step)
         self.end_phase("gen")
         if not stays_awake:
             self.sleep(policy)
-        self.own_samples = self.collect(tickets)
+        self.own_samples = self.collect(self.own_samples)
         self.end_phase("reward")
         responses = gather_responses(self.own_samples, self.rows, self.ranks)
         raise_if_failing(responses, self.task.max_error_frac)
@@ -118,25 +118,21 @@ class Sampler:
         """The P prompts of a step, on all ranks."""
         return prompts_for_step(self.task.train_rows, step, self.task.batch_size, self.task.seed)
 
-    def complete_groups(self, step: int) -> tuple[Sequence[Row], list[Sample], list[Ticket]]:
-        """The prompts of a step, on all ranks; this rank's responses to its share of them, groups side by side; and a
-        ticket for the scores of each group.
-        """
+    def complete_groups(self, step: int) -> tuple[Sequence[Row], list[Sample]]:
+        """The prompts of a step, on all ranks, and this rank's responses to its share of them, groups side by side."""
         rows = self.prompts(step)
-        return rows, *self.ask(self.ranks.own_slice(rows), self.task.sampling, step)
+        return rows, self.ask(self.ranks.own_slice(rows), self.task.sampling, step)
 
-    def ask(
-        self, own_rows: Sequence[Row], sampling: Sampling | Sequence[Sampling], *step: int
-    ) -> tuple[list[Sample], list[Ticket]]:
-        """Responses to prompts of this rank, sampled in this way or each in its own, and a ticket for the scores of
-        each group. What is sampled is a function of --seed and `step`, and of the weights.
+    def ask(self, own_rows: Sequence[Row], sampling: Sampling | Sequence[Sampling], *step: int) -> list[Sample]:
+        """Responses to prompts of this rank, sampled in this way or each in its own. The scorer has them already. What
+        is sampled is a function of --seed and `step`, and of the weights.
         """
         task, seed = self.task, derive_seed(self.task.seed, *step, self.engine.first_rank)
         return sample_groups(self.engine, own_rows, sampling, self.scorer.submit, task.partner, seed=seed)
 
-    def collect(self, tickets: Sequence[Ticket]) -> list[Sample]:
+    def collect(self, samples: Sequence[Sample]) -> list[Sample]:
         """Wait for the scores of this rank's samples. Returns the samples with these."""
-        return self.scorer.collect(tickets)
+        return self.scorer.collect(samples)
 
     def sleep(self, policy: nn.Module) -> None:
         """Put the engine to sleep. Then check with a few of the last samples that the engine had the policy's weights:
@@ -153,9 +149,9 @@ class Sampler:
         """Score --val-n responses of the policy to each held-out prompt, sampled as the other --val flags say."""
         self.wake(policy)
         task, own_rows = self.task, self.ranks.own_slice(self.task.val_rows)
-        _, tickets = self.ask(own_rows, task.validation.settings(task.sampling))
+        own_samples = self.ask(own_rows, task.validation.settings(task.sampling))
         shown = task.val_rows[: task.validation.log_val_generations]
-        return summarize(own_rows, self.scorer.collect(tickets), task.tokenizer, self.ranks, shown=shown)
+        return summarize(own_rows, self.scorer.collect(own_samples), task.tokenizer, self.ranks, shown=shown)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to hold of this rank's sampler: nothing here, since prompts and seeds follow from the

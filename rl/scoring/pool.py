@@ -1,10 +1,10 @@
 """Turn responses into rewards: a pool of killable processes that call the user's `compute_score`.
 
     scorer = Scorer(("rewards/gsm8k.py", "my_style.py:brevity:0.2"), tokenizer, Scoring())
-    samples, tickets = sample_groups(..., on_group=scorer.submit)   responses are scored while others are still sampled
-    samples = scorer.collect(tickets)                               the same samples, with their scores
+    samples = sample_groups(..., on_group=scorer.submit)    responses are scored while others are still sampled
+    samples = scorer.collect(samples)                       the same samples, with their scores
 
-A ticket stands for the responses to one prompt. Any number of them may be open, also several of one prompt.
+Responses to any number of prompts may wait to be collected, also several groups of one prompt.
 
 Reward functions run in processes of their own (rl/scoring/worker.py), with limits on CPU time and memory, one task at a
 time. Past its deadline, or when it dies, a process is replaced, and its task has no score: None. Such a response leaves
@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -46,15 +46,9 @@ class Judge(Protocol):
         """
 
     def judge(self, rows: Sequence[Row], samples: Sequence[Sample], scores: Sequence[Score]) -> list[Score]:
-        """New scores of this rank's samples, from `scores` so far; `rows` hold the prompts. All ranks must enter."""
-
-
-class Ticket(NamedTuple):
-    """The responses to one prompt, handed in to be scored."""
-
-    row: Row
-    samples: Sequence[Sample]
-    tasks: list[Future]  # of what `Scorer._score` returns, for one response, or for all if the functions take lists
+        """New scores of this rank's samples, from `scores` so far. Args: rows, the prompt of each sample. All ranks
+        must enter.
+        """
 
 
 class Scorer:
@@ -91,6 +85,8 @@ class Scorer:
         self.functions = parse_functions(functions)
         self.tasks: queue.SimpleQueue = queue.SimpleQueue()  # (future, arguments of `_score`), or None to stop
         self.total = 0  # tasks ever submitted
+        # Of each sample that was not collected: its row, the task that scores it, and its place in what that returns.
+        self.submitted: dict[Sample, tuple[Row, Future, int]] = {}
         self.partner = partner
         self.judges: Sequence[Judge] = ()  # change what the functions gave; they have to be loaded before `collect`
         setup = self.functions, flags.reward_timeout, flags.reward_memory_mb
@@ -107,24 +103,25 @@ class Scorer:
         self.report, self.components = try_functions(self, rows)  # of each data source, names of parts of its scores
         self.judges = judges
 
-    def submit(self, row: Row, samples: Sequence[Sample]) -> Ticket:
-        """Hand in all responses to the prompt of `row`; scoring begins at once. Returns what `collect` wants."""
+    def submit(self, row: Row, samples: Sequence[Sample]) -> None:
+        """Hand in all responses to the prompt of `row`; scoring begins at once. `collect` waits for the scores."""
         size = len(samples) if self.batched else 1
-        ticket = Ticket(row, samples, [])
         for i in range(0, len(samples), size):
-            ticket.tasks.append(Future())
-            self.tasks.put((ticket.tasks[-1], row, samples[i : i + size], self.total % RECHECK_EVERY == 0))
+            task, scored_together = Future(), samples[i : i + size]
+            self.submitted |= {sample: (row, task, place) for place, sample in enumerate(scored_together)}
+            self.tasks.put((task, row, scored_together, self.total % RECHECK_EVERY == 0))
             self.total += 1
-        return ticket
 
-    def collect(self, tickets: Sequence[Ticket]) -> list[Sample]:
-        """Wait for the scores of these tickets. Returns their samples with scores, in order. Prints the first failure.
+    def collect(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Wait for the scores of these samples, each of which was submitted. Returns them with their scores, in order.
+        Prints the first failure.
 
         If the run was asked to stop, no sample has a score: call `run.may_stop_after` then. With judges all ranks
-        must enter. Raises RuntimeError if the pool itself has failed.
+        must enter. Raises RuntimeError if the pool itself has failed, and KeyError for a sample that is collected twice
+        or was submitted to another scorer.
         """
-        samples = [sample for ticket in tickets for sample in ticket.samples]
-        tasks = [task for ticket in tickets for task in ticket.tasks]
+        submitted = [self.submitted.pop(sample) for sample in samples]
+        tasks = list(dict.fromkeys(task for _, task, _ in submitted))
         while (waiting := wait(tasks, timeout=0.2).not_done) and not stop.requested():
             pass
         if errors := [task.exception() for task in tasks if task.done() and task.exception()]:
@@ -132,11 +129,10 @@ class Scorer:
         results = [] if waiting else [task.result() for task in tasks]
         if problems := [problem for _, problem in results if problem]:
             say(f"reward: {len(problems)} problem(s), the first: {problems[0]}", sys.stderr)
-        scores = [score for part, _ in results for score in part]
-        scores = scores or [Score("", None, {}, "none", 0.0) for _ in samples]  # if the run was asked to stop
-        rows = [ticket.row for ticket in tickets]
+        unknown = Score("", None, {}, "none", 0.0)  # of all samples, if the run was asked to stop
+        scores = [unknown if waiting else task.result()[0][place] for _, task, place in submitted]
         for judge in self.judges:
-            scores = judge.judge(rows, samples, scores)
+            scores = judge.judge([row for row, _, _ in submitted], samples, scores)
         return [replace(sample, score=score) for sample, score in zip(samples, scores, strict=True)]
 
     def load_judges(self, ranks: Ranks, max_tokens: int, fsdp_size: int | None) -> None:

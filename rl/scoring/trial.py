@@ -68,7 +68,8 @@ def _scores(scorer: Any, row: Row, texts: Sequence[str]) -> list[Score]:
         outcome = scorer.partner.outcome_of(text) if scorer.partner else None
         tokens = np.array(ids), np.ones(len(ids)), np.zeros(len(ids))  # with mask and log-probs
         samples.append(Sample(np.array([]), *tokens, "stop", 0, outcome))
-    return [sample.score for sample in scorer.collect([scorer.submit(row, samples)])]
+    scorer.submit(row, samples)
+    return [sample.score for sample in scorer.collect(samples)]
 
 
 def _reference(row: Row) -> str:

@@ -64,7 +64,7 @@ def partial_steps(engine, policy, rollout, ranks) -> list[dict]:
                 parameter.mul_(1.05)
         engine.update_weights(full_tensors(policy))
         new = rows[:8] if step == 0 else rows[4 * step + 4 : 4 * step + 8]
-        taken, own, _ = flight.sample(engine, new, way, lambda row, group: None, step=step)
+        taken, own = flight.sample(engine, new, way, lambda row, group: None, step=step)
         options = dict(num_probe=100, version=engine.policy_version)
         gap = check_engine(policy, own, Sampling(temperature=TEMPERATURE), rollout, ranks, **options)
         state = [group["row_index"] for group in flight.state()["in_flight"]]

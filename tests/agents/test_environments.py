@@ -158,7 +158,7 @@ def turns(s):
 
 def sample(engine, made, rows, *, seed=0, n=2, max_tokens=200):
     way = Sampling(n=n, temperature=TEMPERATURE, max_tokens=max_tokens, stop_token_ids=STOPS)
-    return sample_groups(engine, rows, way, partner=made.partner, seed=seed)[0]
+    return sample_groups(engine, rows, way, partner=made.partner, seed=seed)
 
 
 def parts(s):
@@ -456,7 +456,7 @@ def test_a_message_that_the_template_moves_ends_its_conversation_and_not_the_run
         assert "a message of the role 'system' ends its conversation as an error" in capfd.readouterr().err
         rows = rows_of(tokenizer, {"first": True}, {"first": False})
         way = Sampling(n=1, temperature=TEMPERATURE, max_tokens=100, stop_token_ids=STOPS)
-        first, later = sample_groups(hf_engine, rows, way, partner=partner, seed=0)[0]
+        first, later = sample_groups(hf_engine, rows, way, partner=partner, seed=0)
     finally:
         partner.close()
     assert (first.finish_reason, turns(first), len(first.response_ids), messages_of(first)) == ("error", 1, 0, [])

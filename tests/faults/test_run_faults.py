@@ -154,9 +154,9 @@ def sample(tiny_model):
     def run(change):
         engine.change = change
         sampling = Sampling(n=2, max_tokens=12)
-        samples, tickets = sample_groups(engine, ROWS, sampling, seed=0, on_group=scorer.submit)
+        samples = sample_groups(engine, ROWS, sampling, seed=0, on_group=scorer.submit)
         assert [s.row_index for s in samples] == [10, 10, 11, 11, 12, 12, 13, 13]
-        assert [ticket.row["row_index"] for ticket in tickets] == [10, 11, 12, 13]
+        assert [s.row_index for s in scorer.collect(samples)] == [10, 10, 11, 11, 12, 12, 13, 13]
         return policy, samples, ranks
 
     yield run

@@ -364,7 +364,7 @@ def add_learned(judge, monkeypatch, learned, scores, *, alone):
     samples = [Sample([1], [5], [1], [0.0], "stop", 0)] * len(scores)
     limits = dict(max_length=8, max_tokens=8, coef=2.0, is_alone=alone)
     learned_reward = judge_of(load_packed(judge, torch.float32), None, ranks_without_group(), **limits)
-    return learned_reward.judge([{"row_index": 0, "prompt": "p"}], samples, scores)
+    return learned_reward.judge([{"row_index": 0, "prompt": "p"}] * len(scores), samples, scores)
 
 
 def test_the_accuracy_stays_that_of_the_functions_beside_a_reward_model(judge, monkeypatch):

@@ -72,7 +72,7 @@ def test_base_and_adapter_in_peft_the_merged_model_and_the_engine_agree(tiny_mod
     engine = hf.Engine(tiny_model, world, longest=64)
     engine.update_weights(models.weights_for_engine(policy, world))
     rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7]) for i in range(3)]
-    samples, _ = sample_groups(engine, rows, SAMPLING, seed=1, on_group=lambda *_: None)
+    samples = sample_groups(engine, rows, SAMPLING, seed=1, on_group=lambda *_: None)
     assert check_engine(policy, samples, SAMPLING, EngineFlags(), world, num_probe=6) < 1e-5
     merged = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     merged.load_state_dict(dict(models.weights_for_engine(policy, world)), strict=False)

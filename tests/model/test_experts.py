@@ -153,7 +153,7 @@ def test_the_engine_says_which_experts_it_has_chosen(folder_of, world):
     engine.update_weights(weights_for_engine(policy, world))
     rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7, 8][: 2 + i]) for i in range(2)]
     sampling = Sampling(n=2, max_tokens=9)
-    samples, _ = sample_groups(engine, rows, sampling, seed=1)
+    samples = sample_groups(engine, rows, sampling, seed=1)
     plain = families.plain(path)
     for s in samples:
         ids = [*s.prompt_ids, *s.response_ids]

@@ -143,7 +143,7 @@ def test_the_engine_samples_what_the_policy_would(world, folder_of, rows, family
     policy = models.load_model(folder, world, LoRA(freeze_vision_tower=False), Memory(compile=False), longest=64)
     engine = hf.Engine(folder, world, longest=64)
     for seed in range(2):
-        samples, _ = sample_groups(engine, prompts, sampling, seed=seed)
+        samples = sample_groups(engine, prompts, sampling, seed=seed)
         gap = check_engine(policy, samples, sampling, EngineFlags(), world, num_probe=len(samples))
         assert gap < 5e-6
         places += sum((s.response_ids == policy.config.image_token_id).sum() for s in samples)
@@ -165,7 +165,7 @@ def test_vllm_samples_what_the_policy_would(family, world, folder_of, rows):
     engine = vllm.Engine(folder, world, EngineFlags(max_num_seqs=8), longest=64)
 
     def gap(seed: int) -> float:
-        samples, _ = sample_groups(engine, prompts, sampling, seed=seed)
+        samples = sample_groups(engine, prompts, sampling, seed=seed)
         return check_engine(policy, samples, sampling, EngineFlags(max_logprob_gap=9.0), world, num_probe=len(samples))
 
     for seed in range(3):

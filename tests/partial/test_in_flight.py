@@ -36,8 +36,11 @@ def engine(tiny_model):
     return make_engine(tiny_model, init_ranks(), EngineFlags(engine="hf"), longest=64)
 
 
-def named(row, samples):
-    return row["row_index"]
+handed = {}  # by the first sample of each group that is complete and not taken yet: the index of the row beside it
+
+
+def hand_over(row, samples):
+    handed[samples[0]] = row["row_index"]
 
 
 def steps_of(engine, flight, steps, *, batch=4, way=WAY, partner=None):
@@ -45,9 +48,10 @@ def steps_of(engine, flight, steps, *, batch=4, way=WAY, partner=None):
     for step in steps:
         engine.policy_version = step + 1
         rows = begun_in_step(ROWS, step, batch, 0, flight.ahead)
-        rows, samples, tickets = flight.sample(engine, rows, way, named, partner, step=step)
-        assert [row["row_index"] for row in rows] == tickets == [s.row_index for s in samples[:: way.n]]
-        yield tickets, samples
+        rows, samples = flight.sample(engine, rows, way, hand_over, partner, step=step)
+        indices = [row["row_index"] for row in rows]
+        assert indices == [handed.pop(first) for first in samples[:: way.n]] == [s.row_index for s in samples[:: way.n]]
+        yield indices, samples
 
 
 def test_ahead_changes_when_rows_begin_and_not_their_order():
@@ -70,7 +74,7 @@ def test_every_group_is_trained_once_and_long_responses_as_often_as_short_ones(e
     assert all(sum(n for _, n in spans_of(s)) == len(s.response_ids) for s in samples)
     # The first steps begin with short ones; from then on lengths are those of synchronous sampling.
     lengths = [len(s.response_ids) for _, own in found[4:] for s in own]
-    other = [len(s.response_ids) for step in range(40) for s in sample_groups(engine, ROWS[:4], WAY, seed=step)[0]]
+    other = [len(s.response_ids) for step in range(40) for s in sample_groups(engine, ROWS[:4], WAY, seed=step)]
     error = (stdev(lengths) ** 2 / len(lengths) + stdev(other) ** 2 / len(other)) ** 0.5
     assert abs(mean(lengths) - mean(other)) < 3 * error
     waited = [len(x) for x, s in zip(versions, samples, strict=True) if len(s.response_ids) > 15]
@@ -122,7 +126,7 @@ def test_groups_are_dealt_out_anew_and_begin_again_where_they_no_longer_fit(engi
     changed = [row | {"prompt_ids": [5, 6]} if row["row_index"] == numbers[0] else row for row in ROWS]
     other = InFlight(1.0, changed, 4, init_ranks(), [state], 5)
     engine.policy_version = 3
-    rows, samples, _ = other.sample(engine, [], WAY, named, step=9)
+    rows, samples = other.sample(engine, [], WAY, hand_over, step=9)
     again = [s for s in samples if s.row_index == numbers[0]]
     assert [s.prompt_ids.tolist() for s in again] == [[5, 6]] * 2
     assert all([v for v, _ in spans_of(s)] == [3] for s in again)
@@ -142,7 +146,7 @@ def test_groups_begin_again_if_they_are_longer_than_a_lowered_limit(engine, tmp_
     assert 1 < limit < max(longest.values())
     resumed = InFlight(1.0, ROWS, 4, init_ranks(), [state], 5)
     engine.policy_version = 3
-    _, samples, _ = resumed.sample(engine, [], replace(WAY, max_tokens=limit), named, step=9)
+    _, samples = resumed.sample(engine, [], replace(WAY, max_tokens=limit), hand_over, step=9)
     assert all(len(s.response_ids) <= limit for s in samples) and {s.row_index for s in samples} == longest.keys()
     began_again = {i for i in longest if all(v == 3 for s in samples if s.row_index == i for v, _ in spans_of(s))}
     assert began_again == {i for i, n in longest.items() if n > limit}
@@ -153,7 +157,7 @@ def test_every_rank_begins_as_many_groups_as_it_takes(engine):
     for rank in range(5):
         ranks = Alone(**vars(init_ranks()) | dict(rank=rank, size=5, data_rank=rank, data_size=5))
         flight = InFlight(0.1, ROWS, 7, ranks, [], 5)
-        rows, _, _ = flight.sample(engine, begun_in_step(ROWS, 0, 7, 0, 1), WAY, named, step=0)
+        rows, _ = flight.sample(engine, begun_in_step(ROWS, 0, 7, 0, 1), WAY, hand_over, step=0)
         assert len(rows) == len(ranks.slice_of(7, rank)) and len(flight.state()["in_flight"]) == (rank == 4)
 
 
@@ -189,7 +193,7 @@ def test_conversations_outlive_a_step_too(engine, tiny_model, tmp_path, monkeypa
             found += steps_of(engine, flight, [step], way=way, partner=partner)
             assert not flight.loop.waiting  # nobody is asked while the engine sleeps
             if step < 2:  # an evaluation has conversations of its own
-                held_out, _ = sample_groups(engine, ROWS[:12], way, named, partner, seed=1)
+                held_out = sample_groups(engine, ROWS[:12], way, hand_over, partner, seed=1)
                 assert [s.row_index for s in held_out[::2]] == list(range(12))
                 assert all(s.num_sampled and s.finish_reason != "error" for s in held_out)
         samples = [s for _, own in found for s in own]

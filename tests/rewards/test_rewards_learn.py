@@ -258,7 +258,8 @@ def compare(model: str, questions: list[str]) -> list[dict]:
     texts = [tokenizer.apply_chat_template(user(q), tokenize=False, add_generation_prompt=True) for q in questions]
     sampling = Sampling(16, 1.0, max_tokens=48, stop_token_ids=(EOS,))
     rows = [{"prompt_ids": tokenizer(text)["input_ids"], "row_index": i} for i, text in enumerate(texts)]
-    _, groups = sample_groups(engine, rows, sampling, seed=SEED, on_group=lambda row, group: group)
+    samples = sample_groups(engine, rows, sampling, seed=SEED)
+    groups = [samples[i : i + sampling.n] for i in range(0, len(samples), sampling.n)]
     pairs = []
     for question, group in zip(questions, groups, strict=True):
         responses = tokenizer.batch_decode([s.response_ids for s in group], skip_special_tokens=True)

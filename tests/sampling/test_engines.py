@@ -54,7 +54,7 @@ ROWS = [{"prompt_ids": prompt, "row_index": 10 + i} for i, prompt in enumerate(P
 
 def samples_from(engine, rows=ROWS, *, seed=0, on_group=None, **sampling):
     options = Sampling(**{"n": 2, "temperature": TEMPERATURE, "max_tokens": 12} | sampling)
-    return sample_groups(engine, rows, options, seed=seed, on_group=on_group)[0]
+    return sample_groups(engine, rows, options, seed=seed, on_group=on_group)
 
 
 def generate(engine, prompts=PROMPTS, *, seed=0, **sampling):
@@ -609,21 +609,20 @@ def test_groups_are_handed_over_once_complete_while_others_are_sampled(engine, p
     assert 0 < calls[0][2] < 0.75 * end  # after about a third of the steps
 
 
-def test_sample_groups_hands_each_row_its_samples_and_returns_what_it_got(engine, policy):
+def test_sample_groups_hands_each_row_its_samples(engine, policy):
     push(engine, policy)
     options, handed = Sampling(n=3, temperature=TEMPERATURE, max_tokens=12), {}
 
     def on_group(row, group):
         handed[row["row_index"]] = (row, group)
-        return f"ticket {row['row_index']}"
 
-    samples, tickets = sample_groups(engine, ROWS, options, seed=4, on_group=on_group)
+    samples = sample_groups(engine, ROWS, options, seed=4, on_group=on_group)
     assert handed.keys() == {row["row_index"] for row in ROWS}
     for row in ROWS:
         assert handed[row["row_index"]] == (row, [s for s in samples if s.row_index == row["row_index"]])
-    assert len(samples) == 15
-    assert tickets == [f"ticket {row['row_index']}" for row in ROWS]  # in the order of the rows, not of the calls
-    assert sample_groups(engine, [], options, seed=4, on_group=on_group) == ([], [])
+    # In the order of the rows, not of the calls.
+    assert [s.row_index for s in samples] == [row["row_index"] for row in ROWS for _ in range(3)]
+    assert sample_groups(engine, [], options, seed=4, on_group=on_group) == []
 
 
 def test_a_run_that_is_asked_to_stop_keeps_the_groups_that_are_complete(engine, policy, monkeypatch):
@@ -634,11 +633,10 @@ def test_a_run_that_is_asked_to_stop_keeps_the_groups_that_are_complete(engine, 
     monkeypatch.setattr("rl.stop.requested", lambda group=None: looks.append(group) or len(looks) == 65)
     handed = []
     options = Sampling(n=6, temperature=TEMPERATURE, max_tokens=40)
-    samples, tickets = sample_groups(engine, ROWS, options, seed=4, on_group=lambda row, _: handed.append(row) or row)
+    samples = sample_groups(engine, ROWS, options, seed=4, on_group=lambda row, _: handed.append(row["row_index"]))
     assert len(looks) == 65 and set(looks) == {engine.group} and not engine.has_requests()
-    assert 0 < len(tickets) < len(ROWS) and tickets == sorted(handed, key=lambda row: row["row_index"])
-    complete = {row["row_index"] for row in tickets}
-    assert facts(samples) == facts([s for s in whole if s.row_index in complete])
+    assert 0 < len(handed) < len(ROWS) and [s.row_index for s in samples[::6]] == sorted(handed)
+    assert facts(samples) == facts([s for s in whole if s.row_index in handed])
     monkeypatch.undo()
     assert facts(samples_from(engine, n=6, seed=4, max_tokens=40)) == facts(whole)  # nothing is left behind
 

@@ -24,7 +24,7 @@ def gap(policy, engine, world, pushed=True):
         engine.update_weights(models.weights_for_engine(policy, world))
     sampling = Sampling(n=2, temperature=1.0, max_tokens=20)
     rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7]) for i in range(2)]
-    samples, _ = sample_groups(engine, rows, sampling, seed=1, on_group=lambda *_: None)
+    samples = sample_groups(engine, rows, sampling, seed=1, on_group=lambda *_: None)
     return check_engine(policy, samples, sampling, EngineFlags(max_logprob_gap=100.0), world, num_probe=4)
 
 

@@ -333,10 +333,10 @@ def test_vllm_without_shortcuts_gives_the_same_responses(vllm_engine, policy, wa
     push(vllm_engine, policy)
     sampling = Sampling(**dict(n=4, temperature=TEMPERATURE) | way)
     rows = [{"prompt_ids": prompt, "row_index": i} for i, prompt in enumerate(PROMPTS)]
-    ours, _ = sample_groups(vllm_engine, rows, sampling, seed=3)
+    ours = sample_groups(vllm_engine, rows, sampling, seed=3)
     with without_shortcuts(vllm_engine):
-        theirs, _ = sample_groups(vllm_engine, rows, sampling, seed=3)
-    again, _ = sample_groups(vllm_engine, rows, sampling, seed=3)
+        theirs = sample_groups(vllm_engine, rows, sampling, seed=3)
+    again = sample_groups(vllm_engine, rows, sampling, seed=3)
     assert len(ours) == 20 and sum(len(s.response_ids) for s in ours) > 100
     for one, other, third in zip(ours, theirs, again, strict=True):
         assert one.response_ids.tolist() == other.response_ids.tolist() == third.response_ids.tolist()

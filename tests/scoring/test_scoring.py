@@ -10,6 +10,7 @@ import signal
 import subprocess
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import helpers_scripts as h
@@ -90,12 +91,18 @@ def sample(tokenizer, index, text):
     return Sample([1], ids, [1] * len(ids), [0.0] * len(ids), "stop", index)
 
 
-def collected(scorer, tickets):
-    """Scores of the samples of these tickets."""
-    samples = scorer.collect(tickets)
-    submitted = [s for ticket in tickets for s in ticket.samples]
+def submitted(scorer, row, samples):
+    """The samples, which are the scorer's now."""
+    scorer.submit(row, samples)
+    return samples
+
+
+def collected(scorer, groups):
+    """Scores of the samples of these groups."""
+    asked = [s for group in groups for s in group]
+    samples = scorer.collect(asked)
     assert [(s.row_index, s.response_ids.tolist()) for s in samples] == [
-        (s.row_index, s.response_ids.tolist()) for s in submitted
+        (s.row_index, s.response_ids.tolist()) for s in asked
     ]
     return [s.score for s in samples]
 
@@ -103,7 +110,7 @@ def collected(scorer, tickets):
 def score(scorer, *texts, **fields):
     """Scores of the responses `texts` to one prompt."""
     samples = [sample(scorer.tokenizer, 7, text) for text in texts]
-    return collected(scorer, [scorer.submit(row(7, **fields), samples)])
+    return collected(scorer, [submitted(scorer, row(7, **fields), samples)])
 
 
 def values(scores):
@@ -131,9 +138,9 @@ def test_scores_find_their_samples_whatever_finishes_first(pool, write, tokenize
     }
     for _ in range(2):  # the same rows again in the next step
         groups = {i: [sample(tokenizer, i, str(k)) for k in (8, 5, 9)] for i in rows}
-        tickets = {i: scorer.submit(rows[i], groups[i]) for i in (3, 0, 4, 1)}
+        asked = {i: submitted(scorer, rows[i], groups[i]) for i in (3, 0, 4, 1)}
         order = [1, 4, 0, 3]  # as the engine returned them, not as they were submitted
-        scores = collected(scorer, [tickets[i] for i in order])
+        scores = collected(scorer, [asked[i] for i in order])
         assert values(scores) == [100 * i + 1000 * (i % 2) + k for i in order for k in (8, 5, 9)]
         assert [s.text for s in scores] == ["8", "5", "9"] * 4 and set(statuses(scores)) == {"ok"}
 
@@ -150,7 +157,7 @@ def test_a_reward_sees_the_text_and_the_length_of_the_response(pool, write, toke
 def test_nothing_submitted_nothing_collected(pool, write):
     scorer = pool(write("return 1.0"))
     assert collected(scorer, []) == [] == collected(scorer, [])
-    assert collected(scorer, [scorer.submit(row(3), [])]) == []
+    assert collected(scorer, [submitted(scorer, row(3), [])]) == []
 
 
 @pytest.mark.parametrize("clean_up", [False, True])
@@ -180,28 +187,34 @@ def test_batches_of_the_same_rows_are_scored_side_by_side(pool, tokenizer, tmp_p
     scorer = pool(str(tmp_path / "reward.py"), workers=2)
     rows = [row(i, truth=str(10 + i)) for i in range(4)]
     (sampled, said), (greedy, said_greedily) = batch(5), batch(1)
-    tickets, baselines = [], []
+    asked, baselines = [], []
     for i in range(4):  # sampled and greedy responses of one row
-        tickets.append(scorer.submit(rows[i], sampled[i]))
-        baselines.append(scorer.submit(rows[i], greedy[i]))
+        asked.append(submitted(scorer, rows[i], sampled[i]))
+        baselines.append(submitted(scorer, rows[i], greedy[i]))
     later, said_later = batch(3)  # and the next step's, before anything is collected
-    next_step = [scorer.submit(rows[i], later[i]) for i in range(4)]
+    next_step = [submitted(scorer, rows[i], later[i]) for i in range(4)]
 
     found = collected(scorer, next_step)
     assert values(found) == expected(said_later, range(4)) and set(values(found)) == {0.0, 1.0}
     assert [s.text for s in found] == [text for i in range(4) for text in said_later[i]]
     assert values(collected(scorer, baselines[::-1])) == expected(said_greedily, [3, 2, 1, 0])
-    again = scorer.submit(rows[2], sampled[2])
-    assert values(collected(scorer, [tickets[2], again, tickets[0]])) == expected(said, [2, 2, 0])
-    assert values(collected(scorer, [tickets[1], tickets[3]])) == expected(said, [1, 3])
+    again = submitted(scorer, rows[2], [replace(s) for s in sampled[2]])
+    assert values(collected(scorer, [asked[2], again, asked[0]])) == expected(said, [2, 2, 0])
+    assert values(collected(scorer, [asked[1], asked[3]])) == expected(said, [1, 3])
 
 
 def test_two_pools_do_not_mix(pool, write):
     first = pool(write("return 1.0", name="a/reward.py"))
     second = pool(write("return 2.0", name="b/reward.py"))
-    tickets = [x.submit(row(0), [sample(x.tokenizer, 0, "x")] * 20) for x in (first, second)]
-    assert values(collected(second, tickets[1:])) == [2.0] * 20
-    assert values(collected(first, tickets[:1])) == [1.0] * 20
+    ones, twos = ([sample(x.tokenizer, 0, "x") for _ in range(20)] for x in (first, second))
+    first.submit(row(0), ones)
+    second.submit(row(0), twos)
+    with pytest.raises(KeyError):
+        second.collect(ones)
+    assert values(collected(second, [twos])) == [2.0] * 20
+    assert values(collected(first, [ones])) == [1.0] * 20
+    with pytest.raises(KeyError):  # they are collected already
+        first.collect(ones)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -360,8 +373,8 @@ def test_a_batched_function_gets_a_prompt_at_a_time(pool, write, tokenizer):
     )
     scorer = pool(path, workers=2)
     groups = {i: [sample(tokenizer, i, "a" * n) for n in lengths] for i, lengths in {0: (1, 5), 1: (2, 2, 1)}.items()}
-    tickets = {i: scorer.submit(row(i), group) for i, group in groups.items()}
-    scores = collected(scorer, [tickets[1], tickets[0]])
+    asked = {i: submitted(scorer, row(i), group) for i, group in groups.items()}
+    scores = collected(scorer, [asked[1], asked[0]])
     assert values(scores) == [1.0, 1.0, 0.0, 0.0, 1.0]
     assert [s.components["size"] for s in scores] == [3.0, 3.0, 3.0, 2.0, 2.0]
 
@@ -400,8 +413,8 @@ def test_a_batched_function_must_return_one_score_for_each_response(pool, write,
 def test_failures_have_no_score_the_rest_has_and_the_first_is_printed_once(pool, write, tokenizer, capfd):
     scorer = pool(write("return 1.0 / (ground_truth not in '14')"), workers=2)
     samples = [sample(tokenizer, i, f"it is {i}") for i in (3, 0, 4, 1, 2)]
-    tickets = [scorer.submit(row(s.row_index, truth=str(s.row_index)), [s]) for s in samples]
-    scores = collected(scorer, tickets)
+    asked = [submitted(scorer, row(s.row_index, truth=str(s.row_index)), [s]) for s in samples]
+    scores = collected(scorer, asked)
     assert values(scores) == [1.0, 1.0, None, None, 1.0]
     assert statuses(scores) == ["ok", "ok", "error", "error", "ok"]
     out, err = capfd.readouterr()
@@ -487,7 +500,7 @@ def test_a_function_may_change_what_it_is_given(pool, write, capfd):
     the_row = row(7, list=[1, 2], index=3)
     samples = [sample(scorer.tokenizer, 7, "text")]
     for _ in range(2):
-        (result,) = collected(scorer, [scorer.submit(the_row, samples)])
+        (result,) = collected(scorer, [submitted(scorer, the_row, samples)])
         assert result.components == {"acc": 0.0, "a": 0.0, "b": 0.0, "c": 1.0, "c/sum": 3.0, "c/index": 3.0}
         assert result.text == "text"
     assert the_row["extra_info"] == {"list": [1, 2], "index": 3} and capfd.readouterr().err == ""
@@ -594,11 +607,11 @@ def test_the_time_in_which_a_job_is_suspended_does_not_count(pool, write, tokeni
         return 1.0
     """)
     scorer = pool(path, timeout_s=0.5)
-    ticket = scorer.submit(row(7), [sample(tokenizer, 7, "a")])
+    group = submitted(scorer, row(7), [sample(tokenizer, 7, "a")])
     until((tmp_path / "begun").exists)
     job = " ".join(map(str, [os.getpid(), *descendants(os.getpid())]))
     subprocess.run(f"kill -STOP {job}; sleep 3; kill -CONT {job}", shell=True)  # of 2 s that it may take
-    assert [(x.value, x.status) for x in collected(scorer, [ticket])] == [(1.0, "ok")]
+    assert [(x.value, x.status) for x in collected(scorer, [group])] == [(1.0, "ok")]
 
 
 def test_a_worker_killed_from_outside_loses_its_own_response_only(pool, write, tokenizer, tmp_path, capfd):
@@ -611,10 +624,10 @@ def test_a_worker_killed_from_outside_loses_its_own_response_only(pool, write, t
     before = set(descendants(os.getpid()))
     scorer = pool(path, workers=2, timeout_s=10.0)
     samples = [sample(tokenizer, 7, text) for text in ("a", "b", "c")]
-    ticket = scorer.submit(row(7), samples)
+    group = submitted(scorer, row(7), samples)
     until(lambda: (tmp_path / "a").exists() and (tmp_path / "a").read_text(), 60, "no worker took the first response")
     os.kill(int((tmp_path / "a").read_text()), signal.SIGKILL)
-    assert statuses(collected(scorer, [ticket])) == ["error", "ok", "ok"]
+    assert statuses(collected(scorer, [group])) == ["error", "ok", "ok"]
     assert "signal SIGKILL" in capfd.readouterr().err
     # One that dies while it waits for work costs nothing.
     idle = {int((tmp_path / name).read_text()) for name in "bc"}
@@ -687,7 +700,7 @@ def test_a_thousand_tasks_leave_nothing_behind_and_workers_are_replaced(pool, wr
 
     pids = set()
     for round in range(10):
-        scores = collected(scorer, [scorer.submit(row(7), [one] * 100)])
+        scores = collected(scorer, [submitted(scorer, row(7), [replace(one) for _ in range(100)])])
         assert set(statuses(scores)) == {"ok"}
         pids |= set(values(scores))
         if round == 0:
@@ -716,9 +729,10 @@ from rl.data.types import Sample
 
 scorer = Scorer(sys.argv[2:], AutoTokenizer.from_pretrained(sys.argv[1]), Scoring(reward_workers=2))
 row = {"row_index": 0, "data_source": "", "reward_model": {"ground_truth": ""}, "extra_info": {}}
-ticket = scorer.submit(row, [Sample([1], [5], [1], [0.0], "stop", 0)] * 2)
+samples = [Sample([1], [5], [1], [0.0], "stop", 0) for _ in range(2)]
+scorer.submit(row, samples)
 if sys.argv[2].endswith("raise.py"):
-    scorer.collect([ticket])
+    scorer.collect(samples)
     raise ValueError("the trainer fails")
 time.sleep(600)
 """
@@ -746,9 +760,9 @@ def test_a_trainer_that_fails_ends_without_waiting_for_its_workers(tiny_model, w
 def test_a_pool_that_breaks_says_so_instead_of_waiting(pool, write, tokenizer):
     scorer = pool(write("return 1.0"))
     incomplete = {name: value for name, value in row(7).items() if name != "extra_info"}
-    ticket = scorer.submit(incomplete, [sample(tokenizer, 7, "a")])
+    group = submitted(scorer, incomplete, [sample(tokenizer, 7, "a")])
     with pytest.raises(RuntimeError, match="the pool of reward processes failed") as error:
-        collected(scorer, [ticket])
+        collected(scorer, [group])
     assert isinstance(error.value.__cause__, KeyError)
 
 
@@ -901,11 +915,11 @@ def test_the_default_reward_grades_numbers_formulas_and_code_in_the_same_pool(ev
             "```python\nwhile True: pass\n```",
         ),
     }
-    tickets = []
+    asked = []
     for i, (source, (truth, *texts)) in enumerate(rows.items()):
         group = [sample(scorer.tokenizer, i, text) for text in texts]
-        tickets.append(scorer.submit(row(i, source=source, truth=truth), group))
-    scores = collected(scorer, tickets)
+        asked.append(submitted(scorer, row(i, source=source, truth=truth), group))
+    scores = collected(scorer, asked)
     scorer.close()
     assert [s.text for s in scores] == [text for _, *texts in rows.values() for text in texts]
     assert values(scores) == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.5, 0.0]
@@ -918,7 +932,7 @@ def test_an_answer_that_is_a_bomb_scores_0_and_its_worker_lives(every_character,
     truth = json.dumps({"test_list": ["assert f(1) == 1", "assert sum(f(2)) == 3"]})
     answers = ["range(10**12)", "__import__('os')._exit(0)", "x"]
     group = [sample(scorer.tokenizer, 0, f"```python\ndef f(x): return x if x == 1 else {a}\n```") for a in answers]
-    scores = collected(scorer, [scorer.submit(row(0, truth=truth), group)])
+    scores = collected(scorer, [submitted(scorer, row(0, truth=truth), group)])
     scorer.close()
     assert values(scores) == [0.0, 0.5, 0.5] and statuses(scores) == ["ok"] * 3
 
@@ -1026,8 +1040,8 @@ def test_judges_change_scores_one_after_the_other(tokenizer, write, no_processes
         scorer.load_judges("ranks", 64, None)
         assert [judge.loaded for judge in judges] == [[("ranks", 64, None)]] * 2
         answers = zip(rows, ("12", "123"), strict=True)
-        tickets = [scorer.submit(x, [sample(tokenizer, x["row_index"], text)]) for x, text in answers]
-        scores = collected(scorer, tickets)
+        asked = [submitted(scorer, x, [sample(tokenizer, x["row_index"], text)]) for x, text in answers]
+        scores = collected(scorer, asked)
         assert values(scores) == [10.0, 15.0]
         assert [x.components for x in scores] == [
             {"half of p3": 2.0, "tenfold of p3": 1.0},

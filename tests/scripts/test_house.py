@@ -26,17 +26,17 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3338,
+    "core": 3333,
     "wall": 1637,
-    "import train_grpo": 4277,
+    "import train_grpo": 4272,
     "import sft": 2556,
-    "import eval": 1496,
+    "import eval": 1493,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
     "train_dapo.py": 195,
     "train_distill.py": 167,
-    "train_dpo.py": 174,
+    "train_dpo.py": 173,
     "train_grpo.py": 127,
     "train_grpo_variants.py": 216,
     "train_ppo.py": 194,

@@ -69,8 +69,10 @@ def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> Non
             engine.update_weights(weights_for_engine(model, ranks))
         sampling = Sampling(n=2, temperature=TEMPERATURE, max_tokens=10)
         own_rows, seed = ranks.own_slice(rows), derive_seed(0, len(results), engine.first_rank)
-        samples, handed = sample_groups(engine, own_rows, sampling, seed=seed, on_group=lambda row, group: (row, group))
-        assert [row for row, _ in handed] == own_rows and [s for _, group in handed for s in group] == samples
+        handed = {}
+        on_group = lambda row, group: handed.update({row["row_index"]: group})  # noqa: E731
+        samples = sample_groups(engine, own_rows, sampling, seed=seed, on_group=on_group)
+        assert [s for row in own_rows for s in handed.pop(row["row_index"])] == samples and not handed
         limit = 1e-4 if pushed else 100.0
         results[name] = samples
         results[f"{name} gap"] = check_engine(
