@@ -22,6 +22,7 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.make_model import config_of  # noqa: E402
+from data import arithmetic  # noqa: E402
 from extras.plan.cards import GIB, KINDS, SOURCES, named  # noqa: E402
 from extras.plan.report import Plan, plan_of, report  # noqa: E402
 from rl.flags import SWITCH, marked, spelled  # noqa: E402
@@ -112,11 +113,24 @@ def model_folder(shape: str, **options: Any) -> str:
 KEPT: list[tempfile.TemporaryDirectory] = []
 
 
+@functools.cache
+def rows_file(model: str, prompt: int) -> str:
+    """A file with a prompt of so many tokens, and in the model's folder a tokenizer that makes a token of each digit."""
+    arithmetic.make_tokenizer().save_pretrained(model)
+    file = Path(model) / f"rows-{prompt}.jsonl"
+    file.write_text(json.dumps({"data_source": "noise", "prompt": "1" * prompt, "reward_model": NO_TRUTH}) + "\n")
+    return str(file)
+
+
+NO_TRUTH = {"style": "rule", "ground_truth": ""}
+
+
 def args_of(run: dict[str, Any]) -> Any:
     """The Args of a run's script."""
     cls = importlib.import_module(run["script"].removesuffix(".py")).Args
     model = model_folder(run["shape"], **run.get("config", {}))
-    words = shlex.split(f"--train-files none.parquet {run['flags']} --model {model}")
+    rows = rows_file(model, run["prompt"]) if "prompt" in run else "none.parquet"
+    words = shlex.split(f"--train-files {rows} {run['flags']} --model {model}")
     words = with_values(words, {spelled(name) for name in marked(cls(), SWITCH)})
     return tyro.cli(cls, args=words, config=(tyro.conf.OmitArgPrefixes,))
 
