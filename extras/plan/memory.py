@@ -127,29 +127,28 @@ def needed(load: Load, way: Way, total: float) -> Needed:
     n, away = load.shards, way.param_offload
     others = (ALONE if load.ranks == 1 else TOGETHER) - (0 if load.engine else WITHOUT_ENGINE)
     engine = engine_bytes(load.engine, total) if load.engine else 0.0
-    weights = {x: 0.0 if away else (4 * x.count + 2 * x.fixed) / n for x in load.models}
-    moments = {x: 0.0 if away or way.optimizer_offload else 8 * x.count / n for x in load.models}
-    gradients = 0.0 if away else sum(4 * x.count / n for x in load.models)
-    pieces = [8 * entries / n for x in load.models for entries in x.learned]
-    stepping = sum(moments.values())
-    if way.optimizer_offload and not away:
-        stepping = max(pieces, default=0.0)
     visiting = [x for x in load.models if x.is_frozen and x.is_away]
-    there = sum(size for x, size in weights.items() if x not in visiting)
-    resting = there + sum(moments.values()) + others
-    gone = sum(weights[x] + moments[x] for x in load.models if x.is_away and x not in visiting)
+    staying = [x for x in load.models if not (x.is_frozen and x.is_away)]
+    weights = lambda x: 0.0 if away else (4 * x.count + 2 * x.fixed) / n  # noqa: E731
+    moments = lambda x: 0.0 if away or way.optimizer_offload else 8 * x.count / n  # noqa: E731
+    there, gradients = sum(map(weights, staying)), sum(0.0 if away else 4 * x.count / n for x in staying)
+    stepping = sum(map(moments, staying))
+    resting = there + stepping + others
+    if way.optimizer_offload and not away:
+        stepping = max((8 * entries / n for x in staying for entries in x.learned), default=0.0)
+    gone = sum(weights(x) + moments(x) for x in staying if x.is_away)
     asleep = 0.0 if load.engine is None or load.engine.gives_back else engine
-    micro = max(pass_bytes(x, load, way, learns=not x.is_frozen) for x in load.models if x not in visiting)
+    micro = max(pass_bytes(x, load, way, learns=not x.is_frozen) for x in staying)
     phases = {"updating": resting + asleep + gradients + micro, "optimizer step": there + others + gradients + stepping}
     phases["optimizer step"] += asleep
     if load.engine:
         phases["sampling"] = resting - gone + engine
-    guests = [(weights[x], pass_bytes(x, load, way, learns=False)) for x in visiting]
+    guests = [(weights(x), pass_bytes(x, load, way, learns=False)) for x in visiting]
     guests += [(2 * x.total / n, 2 * x.total * (n == 1)) for x in load.scores]
     if guests:
         phases["scoring"] = resting + asleep + max(map(sum, guests))
     parts = {"weights": there, "gradients": gradients, "AdamW": stepping, "a micro-batch": micro, "others": others}
-    start = weights[load.models[0]] + CONTEXT + load.engine.share * total if load.engine else 0.0
+    start = weights(load.models[0]) + CONTEXT + load.engine.share * total if load.engine else 0.0
     return Needed(phases, engine, start, host_bytes(load, way), parts)
 
 

@@ -172,6 +172,13 @@ def test_other_models_by_hand():
     assert needed(judged, way, 80 * GIB).phases["scoring"] == 12 * P / 2 + 2 * P / 2 + TOGETHER
 
 
+def test_models_that_are_alike_count_each():
+    """Such as the policy and the PRM of train_prime.py, which begins as a copy of it."""
+    found = needed(replace(ONE, models=(Model(SIZES), Model(SIZES))), Way("full", 7), 80 * GIB)
+    assert found.phases["optimizer step"] == 2 * 16 * P + OTHERS
+    assert found.parts["weights"] == 2 * 4 * P and found.parts["AdamW"] == 2 * 8 * P
+
+
 def test_adapters_leave_weights_in_16_bits():
     a = sum(SIZES.adapters(2))
     load = replace(ONE, models=(Model(SIZES, rank=2),))

@@ -167,6 +167,9 @@ def test_updates_epochs_and_kl_cost_what_they_add(model):
     with_kl = step("grpo", model, use_kl_loss=True).phases
     assert with_kl["ref"] == pytest.approx(twice["old_log_prob"]) and "ref" not in plain
     assert with_kl["ref"] < 0.5 * plain["update_actor"]
+    # With LoRA the reference is the policy without its adapters, whose products it lacks.
+    adapted = step("grpo", model, use_kl_loss=True, ppo_epochs=2, lora_rank=64).phases
+    assert adapted["ref"] == pytest.approx(with_kl["ref"]) and adapted["ref"] < adapted["old_log_prob"]
     halves = step("grpo", model, ppo_mini_batch_size=64).phases
     assert halves["update_actor"] == pytest.approx(plain["update_actor"], rel=0.05) and "old_log_prob" in halves
 
