@@ -115,7 +115,7 @@ KEPT: list[tempfile.TemporaryDirectory] = []
 
 @functools.cache
 def rows_file(model: str, prompt: int) -> str:
-    """A file with a prompt of so many tokens, and in the model's folder a tokenizer that makes a token of each digit."""
+    """A file with a prompt of so many tokens. The model gets a tokenizer that makes one token of each digit."""
     arithmetic.make_tokenizer().save_pretrained(model)
     file = Path(model) / f"rows-{prompt}.jsonl"
     file.write_text(json.dumps({"data_source": "noise", "prompt": "1" * prompt, "reward_model": NO_TRUTH}) + "\n")
