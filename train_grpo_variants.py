@@ -9,7 +9,7 @@ Read train_grpo.py first: the phases and words here are the same, and without fl
 numbers. It is for comparing the members of the family. They differ in a few functions, which flags choose:
 
     advantage of a response     --adv-estimator          rl/formulas/advantages.py
-    the same for each turn      --advantage-by           rl/formulas/advantages.py, turn_returns
+    the same for each turn      --advantage-by           extras/agents/turns.py, turn_returns
     loss of a token             --loss-mode              rl/formulas/losses.py
     mean of the losses          --loss-agg-mode          rl/formulas/losses.py, aggregate
     KL term in the loss         --use-kl-loss, --kl-loss-type, --ref-update-steps               losses.py, kl
@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import torch
 
-from extras.agents import returns_by_turn
+from extras.agents import at_turns, returns_by_turn
 from extras.kl_terms import KLTerms
 from extras.variants import RULES, TokenSelection, choose_tokens, components_of, require_components
 from rl.data.batching import make_batch
@@ -222,7 +222,7 @@ def main(args: Args) -> dict[str, float]:
             of_turns = estimator(returns, lengths)
             advantages_PG = of_turns.unflatten(0, (len(scores_PG), -1)).mT  # (P, G, K)
         own_advantages = advantages_PG.reshape(len(responses), -1)[batch.rows]  # (b, K), or (b, 1)
-        batch = replace(batch, advantages=advantages.at_turns(own_advantages, batch.response_mask))  # (b, T)
+        batch = replace(batch, advantages=at_turns(own_advantages, batch.response_mask))  # (b, T)
         # --top-entropy-quantile sets the advantages of tokens with less entropy to 0. clip_cov leaves out, and kl_cov
         # holds back, tokens with a large covariance of log-prob and advantage. Without such flags nothing happens.
         entropies = partial(fixed_entropies, policy, sampling=sampling)

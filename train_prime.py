@@ -29,12 +29,12 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from extras.implicit_rewards import accuracies_of, reward_model_metrics
+from extras.implicit_rewards import accuracies_of, leave_one_out, reward_model_metrics
 from extras.judges import check_second_model
 from rl.data.batching import make_batch
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, Free, NotNegative, Positive, Share
-from rl.formulas import advantages, implicit_reward, schedule
+from rl.formulas import advantages, schedule
 from rl.model.load import load_model, load_reference
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
@@ -195,7 +195,7 @@ def main(args: Args) -> dict[str, float]:
         # Leave-one-out: p = r n / (n - 1) - sum of m / (n - 1), of the n scored responses in a group; p = r if n is 1.
         own_means = rewards.sum(1) / mask.sum(1).clamp(min=1)  # (b,), m
         means_PG = ranks.all_rows(own_means, batch.rows, len(responses)).view(-1, args.rollout_n)
-        factor_PG, baseline_PG = implicit_reward.leave_one_out(means_PG.where(scores_PG.isfinite(), math.nan))
+        factor_PG, baseline_PG = leave_one_out(means_PG.where(scores_PG.isfinite(), math.nan))
         process = rewards * factor_PG.view(-1, 1)[batch.rows] - baseline_PG.view(-1, 1)[batch.rows]  # (b, T)
         outcome_PG = advantages.rloo(scores_PG, scores_PG)  # score less the mean of the other scores; reads no lengths
         outcome = torch.where(is_last, outcome_PG.view(-1, 1)[batch.rows], 0.0)  # (b, T)

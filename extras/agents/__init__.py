@@ -13,6 +13,7 @@ docs/environments.md has the contract of a user's class.
     tool_server.py      tools of an MCP server
     plain.py            what users' functions return, as JSON
     schemas.py          tools and calls of tools in the rows of the data
+    turns.py            what was earned from each turn on, and what the tokens of a turn get
     outcome.py          what a conversation says to reward functions, metrics, advantages and the log
 """
 
@@ -111,6 +112,13 @@ def returns_by_turn(responses: Sequence[Any], n: int) -> tuple[Any, Any]:
     from extras.agents import outcome
 
     return outcome.returns_by_turn(responses, n)
+
+
+def at_turns(values: Any, mask: Any) -> Any:
+    """Each token gets the value of its turn: see `turns.py`."""
+    from extras.agents import turns
+
+    return turns.at_turns(values, mask)
 
 
 def outcome_to_json(outcome: Any) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from extras.agents.turns import at_turn_ends, turn_returns
 from rl.data.types import Batch, Outcome, Sample
-from rl.formulas import advantages
 from rl.sampling.evaluation import mean_by_name
 
 MOST = 1e30  # larger numbers of a report, such as 10**400, are no metrics
@@ -83,7 +83,7 @@ def token_rewards(responses: Sequence[Sample], batch: Batch) -> torch.Tensor:
     the rest of the score at the last token. Without environments that is the whole score.
     """
     rewards_BK, _ = turns_of(responses)
-    return advantages.at_turn_ends(rewards_BK[batch.rows], batch.response_mask)
+    return at_turn_ends(rewards_BK[batch.rows], batch.response_mask)
 
 
 def returns_by_turn(responses: Sequence[Sample], n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +91,7 @@ def returns_by_turn(responses: Sequence[Sample], n: int) -> tuple[torch.Tensor, 
     (P K, n): as groups that compare a turn with the same turn of the other responses to the prompt.
     """
     rewards, lengths = (x.unflatten(0, (-1, n)) for x in turns_of(responses))  # (P, n, K)
-    return advantages.turn_returns(rewards), lengths.mT.flatten(0, 1)
+    return turn_returns(rewards), lengths.mT.flatten(0, 1)
 
 
 def metrics_of(responses: Sequence[Sample]) -> dict[str, float]:

@@ -1,4 +1,6 @@
-"""What train_dpo.py and train_prime.py report of implicit rewards: log-ratios of two models, scaled by beta."""
+"""Implicit rewards, log-ratios of two models scaled by beta: what train_prime.py compares, and what it and train_dpo.py
+report of them.
+"""
 
 from typing import Any
 
@@ -34,6 +36,13 @@ def reward_model_metrics(rewards: Any, log_ratios: Any, rows: Any, accuracies: A
         "reward_model/raw_reward": raw_reward[is_scored].mean().item(),
         "reward_model/dpo_acc": order_accuracy(raw_reward.view(accuracies.shape), accuracies).item(),
     }
+
+
+def leave_one_out(means: Any) -> tuple[Any, Any]:
+    """The two numbers that compare the token rewards of a response with its group: see `implicit_reward.py`."""
+    from extras.implicit_rewards import implicit_reward
+
+    return implicit_reward.leave_one_out(means)
 
 
 def accuracies_of(responses: Any) -> Any:

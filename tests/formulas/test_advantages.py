@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from extras.agents import turns
 from rl.formulas import advantages
 from train_ppo import gae
 
@@ -459,14 +460,14 @@ TURN_LENGTHS = f64([[[4, 1, 2], [2, 2, 0], [3, 0, 0]], [[1, 0, 0], [5, 5, 0], [2
 def by_turn(estimator, rewards, lengths):
     """The advantages of turns, (P, G, K)."""
     P, G, K = rewards.shape
-    returns = advantages.turn_returns(rewards)
+    returns = turns.turn_returns(rewards)
     found = estimator(returns, torch.stack([lengths[i, :, k] for i in range(P) for k in range(K)]))
     return torch.stack([torch.stack([found[i * K + k] for k in range(K)], -1) for i in range(P)])
 
 
 def test_a_turn_is_compared_with_the_same_turn_of_its_group_by_what_it_earned_from_then_on():
     returns = [[3, 3, 0.5], [2, 3, NAN], [2, NAN, NAN], [1, NAN, 2], [NAN] * 3, [NAN] * 3]
-    torch.testing.assert_close(advantages.turn_returns(TURNS), f64(returns), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(turns.turn_returns(TURNS), f64(returns), rtol=0, atol=0, equal_nan=True)
     std = [math.sqrt(2 * (5 / 6) ** 2 + (5 / 3) ** 2) / math.sqrt(2), math.sqrt(0.5), 1, math.sqrt(0.5)]
     first = [[x / (std[0] + 1e-6) for x in (5 / 6, 5 / 6, -5 / 3)], [x / (std[1] + 1e-6) for x in (-0.5, 0.5)]]
     half = 0.5 / (std[3] + 1e-6)
@@ -497,11 +498,11 @@ def test_equal_returns_of_other_parts_are_equal():
 
 def test_tokens_get_the_value_of_their_turn():
     values, mask = f64([[5, 7, NAN], [1, 2, 3], [4, NAN, NAN]]), [[0, 1, 1, 0, 1, 0], [1, 0, 1, 0, 0, 1], [0] * 6]
-    at_turns, at_ends = advantages.at_turns(values, f64(mask)), advantages.at_turn_ends(values, f64(mask))
+    at_turns, at_ends = turns.at_turns(values, f64(mask)), turns.at_turn_ends(values, f64(mask))
     check(at_turns, [[0, 5, 5, 0, 7, 0], [1, 0, 2, 0, 0, 3], [0] * 6])
     check(at_ends, [[0, 0, 5, 0, 7, 0], [1, 0, 2, 0, 0, 3], [0] * 6])
-    check(advantages.at_turns(f64([[9]]), f64([[0, 1, 0, 1]])), [[0, 9, 0, 9]])  # one value of all turns
-    check(advantages.at_turn_ends(f64([[9]]), f64([[0, 1, 1, 1]])), [[0, 0, 0, 9]])
+    check(turns.at_turns(f64([[9]]), f64([[0, 1, 0, 1]])), [[0, 9, 0, 9]])  # one value of all turns
+    check(turns.at_turn_ends(f64([[9]]), f64([[0, 1, 1, 1]])), [[0, 0, 0, 9]])
 
 
 # --- every public function ---
@@ -522,9 +523,9 @@ CALLS = {
     "opo": (advantages.opo, [PG, torch.ones(3, 4)], {}),
     "gpg": (advantages.gpg, [PG, torch.ones(3, 4)], {}),
     "reinforce_plus_plus_baseline": (advantages.reinforce_plus_plus_baseline, [PG, torch.ones(3, 4)], {}),
-    "turn_returns": (advantages.turn_returns, [torch.stack([PG, PG + 1], -1)], {}),
-    "at_turns": (advantages.at_turns, [BT[:, :2], MASK], {}),
-    "at_turn_ends": (advantages.at_turn_ends, [BT[:, :2], MASK], {}),
+    "turn_returns": (turns.turn_returns, [torch.stack([PG, PG + 1], -1)], {}),
+    "at_turns": (turns.at_turns, [BT[:, :2], MASK], {}),
+    "at_turn_ends": (turns.at_turn_ends, [BT[:, :2], MASK], {}),
     "sums_by_group": (
         lambda *x: advantages.sums_by_group(*x, torch.tensor([0, 0, 2, 2, 2]), 3),
         [BT, BT + 1, MASK],
@@ -539,7 +540,8 @@ CALLS = {
 
 
 def test_calls_cover_every_public_function():
-    public = [n for n, f in vars(advantages).items() if callable(f) and f.__module__ == advantages.__name__]
+    functions = [(x.__name__, n, f) for x in (advantages, turns) for n, f in vars(x).items() if callable(f)]
+    public = [n for module, n, f in functions if f.__module__ == module]
     assert CALLS.keys() - {"gae"} == {n for n in public if not n.startswith("_")}  # gae is in train_ppo.py
 
 

@@ -70,8 +70,6 @@ def flags(script: str) -> set[str]:
     return {f"--{name}".replace("_", "-") for name in [*defaults, *(f"no_{name}" for name in switches)]}
 
 
-
-
 def without_blocks(text: str) -> str:
     """A page without what stands between lines of three backticks."""
     return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -227,7 +225,7 @@ def test_every_formula_is_in_papers_and_every_name_there_exists():
     modules = {path: path.parent.name if path.stem == "__init__" else path.stem for path in library}
     named = {(module, name) for module, name in named if module in modules.values()}
     existing = {(module, name) for path, module in modules.items() for name in public_functions(path)}
-    known = "advantages losses correction ratios preference distillation implicit_reward schedule critic".split()
+    known = "advantages turns losses correction ratios preference distillation implicit_reward schedule critic".split()
     formulas = {(path.stem, name) for path in library if path.stem in known for name in public_functions(path)}
     assert len(formulas) > 30
     assert named - existing == set()

@@ -26,9 +26,9 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3333,
+    "core": 3310,
     "wall": 1637,
-    "import train_grpo": 4272,
+    "import train_grpo": 4258,
     "import sft": 2556,
     "import eval": 1493,
     "eval.py": 107,

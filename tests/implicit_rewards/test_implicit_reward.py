@@ -1,12 +1,13 @@
-"""rl/formulas/implicit_reward.py: values by hand, and those that verl's recipe/prime gave for the same numbers."""
+"""Implicit rewards: values by hand, and those that verl's recipe/prime gave for the same numbers."""
 
 import math
 
 import pytest
 import torch
 
+from extras.implicit_rewards import implicit_reward
 from extras.implicit_rewards.accuracy import order_accuracy
-from rl.formulas import advantages, implicit_reward
+from rl.formulas import advantages
 
 NAN = math.nan
 Q = torch.tensor(  # log-ratios of the tokens of two groups of three responses
