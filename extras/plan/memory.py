@@ -191,18 +191,18 @@ def pass_bytes(model: Model, load: Load, way: Way, *, learns: bool) -> float:
     logits = of_logits * s.vocabulary * min(tokens, HEAD_CHUNK) if s.head else 0
     if not learns:
         return gathered + max(2 * tokens * per_layer, logits)
-    kept = {
+    per_token = {
         "full": 2 * s.hidden * count,
         "selective": 2 * (s.hidden * count + results),
         "none": 2 * (3 * s.hidden * count + results + s.inner),
     }[way.checkpointing]
     if way.checkpointing == "none" and s.head:
-        kept += (2 if load.compiles else 8) * s.vocabulary
+        per_token += (2 if load.compiles else 8) * s.vocabulary
     parts = 6 + 4 / n
     in_layer, in_root = (a / count, 0) if a else (layer.parameters, s.root)
     summed = 0.0 if alone else parts * in_layer + 2 * min(s.head, in_root)
     at_the_end = 0.0 if alone else parts * max(in_root, in_layer)
-    return gathered + max(tokens * kept + max(of_layer * tokens * per_layer + summed, logits), at_the_end)
+    return gathered + max(tokens * per_token + max(of_layer * tokens * per_layer + summed, logits), at_the_end)
 
 
 def host_bytes(load: Load, way: Way) -> float:

@@ -118,12 +118,12 @@ def by_phase(
         stepping, moments = max(2 * _bytes([x]) for xs in learned.values() for x in xs), dict.fromkeys(moments, 0)
     resting = stays + sum(moments.values())
     away = sum(_bytes(trained[name][0].parameters()) + moments[name] for name in offloaded)
-    found = {"training": max(resting + micro_batch, stays + stepping) + gradients}
+    needs = {"training": max(resting + micro_batch, stays + stepping) + gradients}
     if engine_memory:
-        found["generating"] = resting + engine_memory - away
+        needs["generating"] = resting + engine_memory - away
     if visiting is not None:
-        found["scoring by --teacher-model"] = resting + (0 if first.param_offload else _bytes(visiting.parameters()))
-    return {phase: _largest(size, ranks) for phase, size in found.items()}
+        needs["scoring by --teacher-model"] = resting + (0 if first.param_offload else _bytes(visiting.parameters()))
+    return {phase: _largest(size, ranks) for phase, size in needs.items()}
 
 
 def recompute_layers(model: nn.Module) -> None:

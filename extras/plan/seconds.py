@@ -157,11 +157,11 @@ def pass_s(model: Model, load: Load, way: Way, card: Card, work: Pass, *, learns
 
 def step_s(model: Model, load: Load, way: Way, card: Card) -> float:
     """Seconds of one step of AdamW on a rank."""
-    own = sum(model.learned) / load.shards
+    parameters = sum(model.learned) / load.shards
     if way.param_offload:
-        return own / HOST_ADAMW
-    moments = 8 * own / (BUS * card.bus_gb_s * 1e9) if way.optimizer_offload else 0.0
-    return moments + 28 * own / (READ_WEIGHTS * card.memory_gb_s * 1e9)
+        return parameters / HOST_ADAMW
+    moments = 8 * parameters / (BUS * card.bus_gb_s * 1e9) if way.optimizer_offload else 0.0
+    return moments + 28 * parameters / (READ_WEIGHTS * card.memory_gb_s * 1e9)
 
 
 # --- the rest of a step

@@ -136,12 +136,12 @@ def pools(
     reading, tokens, ends = np.zeros(samplers), np.zeros(args.steps + staleness + 1), []
     while trained < args.steps:
         if new := batch * (trained + 1 + staleness) - drawn:
-            given = np.stack([lengths(args, random) for _ in range(new)])
-            np.add.at(tokens, np.arange(drawn, drawn + new) // batch, given.sum(axis=1))
+            new_lengths = np.stack([lengths(args, random) for _ in range(new)])
+            np.add.at(tokens, np.arange(drawn, drawn + new) // batch, new_lengths.sum(axis=1))
             fewest = np.argsort(np.bincount(place, minlength=samplers), kind="stable")
-            place = np.append(place, fewest[np.arange(given.size) % samplers])
+            place = np.append(place, fewest[np.arange(new_lengths.size) % samplers])
             group = np.append(group, np.arange(drawn, drawn + new).repeat(args.rollout_n))
-            rest, have = np.append(rest, given), np.append(have, np.zeros(given.size))
+            rest, have = np.append(rest, new_lengths), np.append(have, np.zeros(new_lengths.size))
             open_of[drawn : drawn + new], drawn = args.rollout_n, drawn + new
         speed = 1000 / (args.base_ms + args.sequence_ms * np.bincount(place, minlength=samplers))  # tokens a second
         go = (speed * np.maximum(tick_s - reading, 0.0))[place]
@@ -149,8 +149,8 @@ def pools(
         rest, have, seconds = rest - go, have + go, seconds + tick_s
         np.subtract.at(open_of, group[rest <= 0], 1)
         group, have, place, rest = (x[rest > 0] for x in (group, have, place, rest))
-        own = slice(batch * trained, batch * (trained + 1))
-        if update_ends == np.inf and drawn >= own.stop and not open_of[own].any():
+        groups_of_step = slice(batch * trained, batch * (trained + 1))
+        if update_ends == np.inf and drawn >= groups_of_step.stop and not open_of[groups_of_step].any():
             update = args.update_ms * (tokens[trained] + batch * args.prompt_length) / 1e6
             update_ends = seconds + update / trainers + args.fixed_s
         if seconds >= update_ends:
@@ -174,9 +174,9 @@ def fitted(args: Args, report: dict) -> Args:
     for run in (first, last):
         model = steady(args, run["share"])
         per_token = [sum(getattr(x, name) for x in model) / sum(x.tokens for x in model) for name in Step._fields]
-        own = dict(zip(Step._fields, per_token, strict=True))
-        rows.append([own["decoding_steps"], own["token_steps"]])
-        seconds.append(run["gen_s"] / run["tokens"] - args.read_ms * own["read"] / 1e6)
+        means = dict(zip(Step._fields, per_token, strict=True))
+        rows.append([means["decoding_steps"], means["token_steps"]])
+        seconds.append(run["gen_s"] / run["tokens"] - args.read_ms * means["read"] / 1e6)
     base, sequence = np.linalg.solve(np.array(rows), np.array(seconds) * 1000)
     update = 1e6 * first["update_actor_s"] / (first["tokens"] + args.prompts * args.prompt_length)
     fixed = first["step_s"] - first["gen_s"] - first["update_actor_s"]
@@ -192,14 +192,14 @@ def main(args: Args) -> dict[str, float]:
         measured = {run["share"]: run["seconds_per_1000"] for run in report["runs"]}
     print(f"{args.prompts} x {args.rollout_n}, up to {args.max_length} tokens, {args.mean_length:g} on average before")
     print(f"a decoding step: {args.base_ms:.2f} + {args.sequence_ms:.4f} n ms; update {args.update_ms:.1f} ms per 1000")
-    found, base = {}, seconds_per_1000(steady(args, 0.0))
+    of_sync, base = {}, seconds_per_1000(steady(args, 0.0))
     print(f"{'F':>6}{'s/step':>9}{'generate':>10}{'of sync':>9}{'measured':>10}")
     for share in args.shares:
         steps = steady(args, share)
-        found[share] = seconds_per_1000(steps) / base
+        of_sync[share] = seconds_per_1000(steps) / base
         other = f"{measured[share] / measured[0.0]:10.2f}" if measured.get(share) and 0.0 in measured else f"{'-':>10}"
         step_s, generate_s = (np.mean([getattr(x, name) for x in steps]) for name in ("step_s", "generate_s"))
-        print(f"{share:6g}{step_s:9.1f}{generate_s:10.1f}{found[share]:9.2f}{other}")
+        print(f"{share:6g}{step_s:9.1f}{generate_s:10.1f}{of_sync[share]:9.2f}{other}")
     print("\ntokens a second, times those of as many synchronous GPUs; train_async.py: half of them sample")
     print(f"{'GPUs':>6}{'F = 0.25':>10}{'F = 1':>8}" + "".join(f"{f'S = {n}':>8}" for n in STALENESS))
     for gpus in args.gpus:
@@ -207,7 +207,7 @@ def main(args: Args) -> dict[str, float]:
         cells = [f"{synchronous(args, 0.25, gpus) / base:10.2f}{synchronous(args, 1.0, gpus) / base:8.2f}"]
         cells += [f"{pools(args, n, gpus // 2, gpus // 2) / base:8.2f}" for n in STALENESS]
         print(f"{gpus:6}{''.join(cells)}")
-    return found
+    return of_sync
 
 
 if __name__ == "__main__":
