@@ -122,13 +122,13 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, task.tokenizer, task.total_steps)
     ranks, longest, sampling = run.ranks, task.longest, task.sampling
+    drawn = run.state.get("drawn", 0)  # rounds of sampling since the run began
+    # Groups of earlier steps; none in a new run.
+    waiting = loaded_groups([x.get("surplus", []) for x in run.states], task.train_rows, args.rollout_n, ranks)
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     sampler = open_sampler(args, task, run)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     run.begin({"actor": (policy, optimizer)}, sampler, mini_batch_size=mini_batch_size)
-    drawn = run.state.get("drawn", 0)  # rounds of sampling since the run began
-    # Groups of earlier steps; none in a new run.
-    waiting = loaded_groups([x.get("surplus", []) for x in run.states], task.train_rows, args.rollout_n, ranks)
 
     def loop_state() -> dict[str, Any]:
         return {"drawn": drawn, "surplus": saved_groups(waiting)} | sampler.state()

@@ -27,11 +27,15 @@ def connect(name: str, run_dir: str, project: str, experiment: str, config: dict
     return connections.TRACKERS[name](run_dir, project, experiment, config)
 
 
-def serve(port: int, project: str, experiment: str) -> Sink:
-    """The newest metrics for Prometheus, on a port of this machine. Raises ValueError if the port is in use."""
+def open_early(port: int | None, project: str, experiment: str) -> dict[str, Sink]:
+    """By name the sinks that may refuse a flag: that of Prometheus, which serves the newest metrics on a port of this
+    machine, if there is a port. Raises ValueError if the port is in use.
+    """
+    if port is None:
+        return {}
     from extras.trackers import prometheus
 
-    return prometheus.serve(port, project, experiment)
+    return {"prometheus": prometheus.serve(port, project, experiment)}
 
 
 def parse_record(line: str) -> dict[str, Any] | None:

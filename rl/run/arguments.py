@@ -91,11 +91,9 @@ class RLBase(TrainingArgs):
                 raise ValueError(f"{flag} needs a GPU that computes in FP8, such as an H100 or L40S; leave it out")
         if (n := self.validation.val_n) > 1 and self.validation.val_temperature == 0:
             raise ValueError(f"--val-n {n} repeats one greedy response; add a positive --val-temperature")
-        prompts, of_update = flags["train_batch_size"], flags.get("ppo_mini_batch_size")
-        if of_update and of_update > prompts:
+        if (n := flags.get("ppo_mini_batch_size") or 0) > (rows := flags["train_batch_size"]):
             raise ValueError(
-                f"--ppo-mini-batch-size {of_update} is more than --train-batch-size {prompts}; both count prompts, "
-                "lower it"
+                f"--ppo-mini-batch-size {n} is more than --train-batch-size {rows}; both count prompts, lower it"
             )
 
 

@@ -62,22 +62,36 @@ class Exporter:
         records, saved = {}, tensors.read(folder / "state", self.ranks.size)
         for i, (name, (module, keys, others, beside, _)) in enumerate(exports.items()):
             suffix = f"_{name}" if i else ""
-            learned = self._whole(module, {key: saved[f"{name}/model/{key}"] for key in keys})
+            learned = {key: self._whole(module, key, saved[f"{name}/model/{key}"]) for key in keys}
             weights = {key: _alone(x) for key, x in models.exported(module, (others | learned).items())}
-            files = folder / f"huggingface{suffix}"
-            write_huggingface(files, module, weights | beside, self.tokenizer_files, self.ranks.dtype)
+            self.write_huggingface(folder / f"huggingface{suffix}", module, weights | beside)
             for family in module.packed.families:
                 if record := family.save(folder, suffix, learned):
                     records[name] = record
         return records
 
-    def _whole(self, module: PreTrainedModel, saved: dict[str, tensors.Saved]) -> dict[str, torch.Tensor]:
-        """Weights by name, whole, in the compute dtype. What families have added keeps its own."""
-        whole = {}
-        for key, x in saved.items():
-            dtype = x.dtype if is_added(module, key) else self.ranks.dtype
-            whole[key] = tensors.fill(torch.empty(x.shape, dtype=dtype), x)
-        return whole
+    def write_huggingface(self, path: pathlib.Path, module: PreTrainedModel, weights: dict[str, torch.Tensor]) -> None:
+        """Write what transformers and vLLM load: safetensors, config with the compute dtype, generation config and
+        tokenizer.
+        """
+        path.mkdir(parents=True)
+        whole = getattr(module, "whole", None)  # of a larger model, see `load.name_weights`
+        config = copy.deepcopy(whole or module.config)
+        config.dtype = config.get_text_config().dtype = self.ranks.dtype
+        if whole is None:
+            config.architectures = [type(module).__name__.removeprefix("FSDP")]
+        config.save_pretrained(path)
+        if module.can_generate():  # save_pretrained refuses many a model's
+            module.generation_config.to_json_file(path / "generation_config.json")
+        save_torch_state_dict(weights, path, max_shard_size=FILE_BYTES, metadata={"format": "pt"})
+        for name, content in self.tokenizer_files.items():
+            (path / name).parent.mkdir(exist_ok=True)
+            (path / name).write_bytes(content)
+
+    def _whole(self, module: PreTrainedModel, key: str, saved: tensors.Saved) -> torch.Tensor:
+        """A weight in the compute dtype, or in its own if a family has added it."""
+        dtype = saved.dtype if is_added(module, key) else self.ranks.dtype
+        return tensors.fill(torch.empty(saved.shape, dtype=dtype), saved)
 
 
 def frozen_weights(module: PreTrainedModel, ranks: Ranks) -> dict[str, torch.Tensor]:
@@ -87,29 +101,6 @@ def frozen_weights(module: PreTrainedModel, ranks: Ranks) -> dict[str, torch.Ten
         return {}
     weights = full_tensors(module, ranks.dtype)
     return {key: x.to("cpu", copy=True) for key, x in weights if ranks.is_main and key in names}
-
-
-def write_huggingface(
-    path: pathlib.Path,
-    module: PreTrainedModel,
-    weights: dict[str, torch.Tensor],
-    tokenizer_files: dict[str, bytes],
-    dtype: torch.dtype,
-) -> None:
-    """Write what transformers and vLLM load: safetensors, config with `dtype`, generation config, tokenizer."""
-    path.mkdir(parents=True)
-    whole = getattr(module, "whole", None)  # of a larger model, see `load.name_weights`
-    config = copy.deepcopy(whole or module.config)
-    config.dtype = config.get_text_config().dtype = dtype
-    if whole is None:
-        config.architectures = [type(module).__name__.removeprefix("FSDP")]
-    config.save_pretrained(path)
-    if module.can_generate():
-        module.generation_config.to_json_file(path / "generation_config.json")  # save_pretrained refuses many a model's
-    save_torch_state_dict(weights, path, max_shard_size=FILE_BYTES, metadata={"format": "pt"})
-    for name, content in tokenizer_files.items():
-        (path / name).parent.mkdir(exist_ok=True)
-        (path / name).write_bytes(content)
 
 
 def _alone(x: torch.Tensor) -> torch.Tensor:

@@ -56,8 +56,9 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of trainer_state.jso
 
 def choose_checkpoint(
     args: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder
-) -> tuple[pathlib.Path | None, dict[str, Any]]:
-    """The checkpoint that a run continues from, None for a new run, and the `record_of` rank 0. All ranks must enter.
+) -> tuple[pathlib.Path | None, dict[str, Any], dict[str, Any]]:
+    """The checkpoint that a run continues from and its `trainer_state`, None and {} for a new run, and the `record_of`
+    rank 0. All ranks must enter.
 
     Raises ValueError, on every rank, if ranks have read other data than rank 0, if `find_checkpoint` refuses, if the
     checkpoint is beyond the run's last step, if its model has another shape, or if there are `differences` and no
@@ -75,7 +76,7 @@ def choose_checkpoint(
             )
     path = find_checkpoint(args.checkpoints.resume_mode, folder.root, folder.ranks)
     if path is None:
-        return None, records[0]
+        return None, {}, records[0]
     then, last = trainer_state(path), folder.total_steps
     if then["step"] > last:
         raise ValueError(
@@ -91,7 +92,7 @@ def choose_checkpoint(
         )
     if changes and folder.ranks.is_main:
         say(f"--force-resume: {path} is continued with other settings:\n{changes}")
-    return path, records[0]
+    return path, then, records[0]
 
 
 def check_mode(resume_mode: str, ranks: Ranks) -> None:

@@ -83,8 +83,7 @@ class Run:
         resume.check_mode(args.checkpoints.resume_mode, self.ranks)
         root = folder_of(args.checkpoints, args.logging.project_name, args.logging.experiment_name)
         self.folder = RunFolder(root, self.ranks, total_steps)
-        self.resume_from, record = resume.choose_checkpoint(args, tokenizer, self.folder)
-        saved = resume.trainer_state(self.resume_from) if self.resume_from else {}
+        self.resume_from, saved, record = resume.choose_checkpoint(args, tokenizer, self.folder)
         pays = self.ranks.device.type == "cuda" and compiling_pays(args, total_steps, self.ranks.size)
         with_compile = replace(args, memory=settled(args.memory, compile=pays))
         chosen = settle(with_compile, self.ranks.all_gather([hardware()]), saved.get("memory"))
@@ -166,9 +165,8 @@ class Run:
                 notes.append(f"the data ends answers with {' '.join(new)}, so the exported generation config does too")
         if newer := newer_than_tested():
             notes.append(f"newer than what was tested: {newer}; docs/troubleshooting.md has what was run")
-        left = f"steps {self.first_step + 1}-{self.total_steps}"
-        if self.first_step == self.total_steps:
-            left = "no steps left (raise --total-training-steps or --total-epochs to learn more)"
+        more = "no steps left (raise --total-training-steps or --total-epochs to learn more)"
+        left = f"steps {self.first_step + 1}-{self.total_steps}" if self.first_step < self.total_steps else more
         flags, rows = flat(self.args), self.args.train_batch_size
         work = f"{rows} {'rows' if self.args.rows_per_unit == 1 else 'pairs'} per step"
         if self.sampler:
@@ -235,11 +233,10 @@ class Run:
             return
         metrics, shown = evaluate(*arguments)
         self.may_stop_after("testing")
-        self.folder.check()
-        self.tracker.log_generations(self.step, "val", shown)
         parts = [f"{name} {metrics[f'val/{name}']:.4f}" for name in ("loss", "accuracy") if f"val/{name}" in metrics]
         line = f"step {self.step} | held out: {', '.join(parts) or 'no answers'}"
         self._record(self.step, metrics, line, is_evaluation=True)
+        self.tracker.log_generations(self.step, "val", shown)
         self.val_metrics = metrics
 
     def log_step(
@@ -259,7 +256,6 @@ class Run:
         Every --log-samples-freq steps rank 0 prints the first response that it has sampled, and records it and others
         to the same prompt in generations.jsonl, token by token, with what the batch has of them: `samples.shown`.
         """
-        self.folder.check()
         tokens = sum(r.num_tokens for r in responses) if tokens is None else tokens
         generated = sum(r.num_sampled for r in responses) if generated is None and responses else generated
         times = self.clock.metrics(num_tokens=tokens, num_generated=generated)
@@ -281,6 +277,7 @@ class Run:
 
     def _record(self, step: int, metrics: dict[str, float], line: str, *, is_evaluation: bool) -> None:
         """Record metrics, and print their line and alarms."""
+        self.folder.check()
         self.tracker.log(step, metrics, line)
         if self.ranks.is_main:
             stream = sys.stdout if "console" in self.args.logging.logger else sys.stderr

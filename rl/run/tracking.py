@@ -52,16 +52,12 @@ class LoggingSupervised(Logging):
 
 
 def open_early(flags: Logging, ranks: Ranks) -> dict[str, trackers.Sink]:
-    """The sinks by name that may refuse a flag, so that a run knows before a model is loaded: that of Prometheus, on
-    rank 0. Raises ValueError, on every rank, if --prometheus-port is in use. All ranks must enter.
+    """The sinks by name that may refuse a flag, so that a run knows before a model is loaded, on rank 0. Raises
+    ValueError on every rank, see `trackers.open_early`. All ranks must enter.
     """
-    sinks, port = {}, flags.prometheus_port
-
-    def serve() -> None:
-        if ranks.is_main and port is not None:
-            sinks["prometheus"] = trackers.serve(port, flags.project_name, flags.experiment_name)
-
-    together(serve)
+    sinks: dict[str, trackers.Sink] = {}
+    port, names = flags.prometheus_port, (flags.project_name, flags.experiment_name)
+    together(lambda: sinks.update(trackers.open_early(port, *names)) if ranks.is_main else None)
     return sinks
 
 

@@ -41,7 +41,7 @@ def main(task: Path, root: Path) -> None:
     def open_run(root: Path) -> tuple[checkpoint.Saver, Path | None]:
         args = build(train_grpo.Args, model=str(task / "model"), train_files=(str(task / "train.parquet"),))
         folder = run_folder.RunFolder(root, ranks, 10)
-        resume_from, record = resume.choose_checkpoint(args, tokenizer, folder)
+        resume_from, _, record = resume.choose_checkpoint(args, tokenizer, folder)
         return checkpoint.Saver(folder, record, tokenizer, keep=1, resume_from=resume_from), resume_from
 
     def look(event: str, arguments: tuple) -> None:

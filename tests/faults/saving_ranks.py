@@ -30,7 +30,7 @@ def main(model: str, train_file: str, root: str) -> None:
     args = build(train_grpo.Args, model=model, train_files=(train_file,))
     tokenizer = AutoTokenizer.from_pretrained(model)
     folder = run_folder.RunFolder(root, ranks, 33)
-    resume_from, record = resume.choose_checkpoint(args, tokenizer, folder)
+    resume_from, _, record = resume.choose_checkpoint(args, tokenizer, folder)
     saver = checkpoint.Saver(folder, record, tokenizer, keep=2, resume_from=resume_from)
     checkpoint.Saver._write = faults.full_disk_at(10, 31, 32, 33, rank=1)
     failures, busy, end = [], 0, ""

@@ -87,7 +87,7 @@ def open_run(task, root, ranks, tokenizer=None, **changes):
     """What train_grpo.py saves ten steps on the task's prompts with, in the run folder `root`."""
     args = build(train_grpo.Args, model=task.model, train_files=(task.train,), **changes)
     tokenizer, folder = tokenizer or AutoTokenizer.from_pretrained(task.model), run_folder.RunFolder(root, ranks, 10)
-    found, record = resume.choose_checkpoint(args, tokenizer, folder)
+    found, _, record = resume.choose_checkpoint(args, tokenizer, folder)
     return checkpoint.Saver(folder, record, tokenizer, keep=args.checkpoints.max_ckpt_to_keep, resume_from=found)
 
 
@@ -189,12 +189,12 @@ from rl.run import arguments
 from rl.run import export
 import sft
 
-def write(path, *rest, original=export.write_huggingface):
+def write(exporter, path, *rest, original=export.Exporter.write_huggingface):
     if "global_step_3" in str(path):  # this is the writing thread: training goes on
         os.kill(os.getpid(), signal.SIGKILL)
-    original(path, *rest)
+    original(exporter, path, *rest)
 
-export.write_huggingface = write
+export.Exporter.write_huggingface = write
 sft.main(arguments.parse(sft.Args, None))
 """
 
