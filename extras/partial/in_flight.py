@@ -108,23 +108,19 @@ class InFlight:
         if self.loop is None:
             self.loop = Loop(engine, partner, seed=seed)
             self._restore(sampling, on_group)
-        wanted = len(self.ranks.slice_of(self.batch_size, self.ranks.data_rank))
-        with seeded(seed, engine.device), progress("generate", [], total=wanted) as bar:
+        num_groups = len(self.ranks.slice_of(self.batch_size, self.ranks.data_rank))
+        with seeded(seed, engine.device), progress("generate", [], total=num_groups) as bar:
             self.loop.resume()
             for i, row in enumerate(own_rows):  # at the end of an epoch a prompt may be there twice
                 own_seed = derive_seed(seed, row["row_index"], i) if partner else None
                 self.loop.start(self.count, row, sampling, own_seed)
                 self.count += 1
-            complete = self.loop.run(enough=lambda: len(self.ready) >= wanted)
+            complete = self.loop.run(enough=lambda: len(self.ready) >= num_groups)
             for name, samples in itertools.chain(complete, pause(self.loop)):
                 self.ready[name] = samples
                 on_group(self.rows[samples[0].row_index], samples)
                 bar.update()
-        taken = sorted(self.ready)[:wanted]
-        asked = stop.requested(engine.group)  # all ranks of an engine must enter
-        if len(taken) < wanted and not asked:
-            raise RuntimeError(f"{len(taken)} of {wanted} groups are complete, and nothing is left to sample")
-        groups = [self.ready.pop(name) for name in taken]
+        groups = [self.ready.pop(name) for name in sorted(self.ready)[:num_groups]]
         indices = self.ranks.all_gather([group[0].row_index for group in groups])
         return [self.rows[i] for i in indices], [sample for group in groups for sample in group]
 

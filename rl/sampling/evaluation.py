@@ -54,18 +54,18 @@ def of_prompt(source: str, scores: Sequence[Score], lengths: Sequence[int]) -> d
     none. verl draws n of the n responses with replacement, 1,000 times, so that its best@n is lower.
     """
     n, reward = len(scores), [score.value or 0.0 for score in scores]
-    found = {"val/accuracy": sum(score.accuracy for score in scores) / n, "val/response_length": sum(lengths) / n}
+    metrics = {"val/accuracy": sum(score.accuracy for score in scores) / n, "val/response_length": sum(lengths) / n}
     values = {f"val-core/{source}/reward": reward}
     for name in dict.fromkeys(name for score in scores for name in score.components):
         values[f"val-aux/{source}/{name}"] = [x.components[name] for x in scores if name in x.components]
     for name, x in values.items():
-        found[f"{name}/mean@{n}"] = sum(x) / len(x)
+        metrics[f"{name}/mean@{n}"] = sum(x) / len(x)
         if n > 1:
-            found[f"{name}/best@{n}/mean"] = max(x)
+            metrics[f"{name}/best@{n}/mean"] = max(x)
     if n > 1:
         winner = elected(scores)
-        found[f"val-core/{source}/reward/maj@{n}/mean"] = 0.0 if winner is None else winner.value or 0.0
-    return found
+        metrics[f"val-core/{source}/reward/maj@{n}/mean"] = 0.0 if winner is None else winner.value or 0.0
+    return metrics
 
 
 def of_scoring(scores: Sequence[Score], sources: Sequence[str]) -> dict[str, float]:
@@ -87,10 +87,10 @@ def of_scoring(scores: Sequence[Score], sources: Sequence[str]) -> dict[str, flo
     }
 
 
-def mean_by_name(found: Sequence[dict[str, float]]) -> dict[str, float]:
+def mean_by_name(numbers: Sequence[dict[str, float]]) -> dict[str, float]:
     """The mean of each name over the dicts that have it."""
     values: dict[str, list[float]] = {}
-    for part in found:
+    for part in numbers:
         for name, value in part.items():
             values.setdefault(name, []).append(value)
     return {name: sum(x) / len(x) for name, x in values.items()}

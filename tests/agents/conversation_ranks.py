@@ -45,7 +45,7 @@ def partial_conversations(engine, partner, ranks, rows) -> list[int]:
     flight = InFlight(0.5, rows, 2, ranks, [], 3)
     for step in range(3):
         new = [rows[3 * rank + i] for rank in range(2) for i in range(1 + (step == 0))][: 3 if step == 0 else 2]
-        _, own, _ = flight.sample(engine, new, way, lambda row, group: None, partner, step=step)
+        _, own = flight.sample(engine, new, way, lambda row, group: None, partner, step=step)
         found += [s.outcome.facts["turns"] for s in own]
     stop.ask(0)
     flight.sample(engine, [rows[0], rows[5]], way, lambda row, group: None, partner, step=3)

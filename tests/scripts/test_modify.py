@@ -157,9 +157,9 @@ def test_the_lines_for_a_notebook(tmp_path, monkeypatch):
         torch.testing.assert_close(logp[5][mask[5] > 0], expected.detach(), atol=1e-5, rtol=0)
         assert names["entropy"][5][mask[5] > 0].mean() > 1
 
-        found = names["found"]
-        assert found["val/accuracy"] == found["val-core/arithmetic/reward/mean@2"] == 0  # the model is untrained
-        assert 1 <= found["val/response_length"] <= 40
+        metrics = names["metrics"]
+        assert metrics["val/accuracy"] == metrics["val-core/arithmetic/reward/mean@2"] == 0  # the model is untrained
+        assert 1 <= metrics["val/response_length"] <= 40
     finally:
         if "scorer" in names:
             names["scorer"].close()

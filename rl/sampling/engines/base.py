@@ -68,12 +68,12 @@ class Engine:
         self.keys = keys
         self.new += requests
 
-    def of_group(self, own: Any) -> list[Any]:
-        """What each rank that shares this engine gives, in their order. All of them must enter."""
+    def of_group(self, value: Any) -> list[Any]:
+        """The `value` of each rank that shares this engine, in their order. All of them must enter."""
         if self.group is None:
-            return [own]
+            return [value]
         parts: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(parts, own, group=self.group)
+        dist.all_gather_object(parts, value, group=self.group)
         return parts
 
     def has_requests(self, *, waiting: bool = False) -> bool:

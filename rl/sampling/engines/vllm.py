@@ -168,9 +168,9 @@ class Engine(base.Engine):
             if (x := self.in_flight.get(output.request_id)) is None:
                 continue  # aborted, and its last token was on the way
             if output.new_token_ids:
-                found = output.new_logprobs  # a number with shortcuts
+                new = output.new_logprobs  # a number with shortcuts
                 x.token_ids.extend(output.new_token_ids)
-                x.logprobs.append(found if isinstance(found, float) else float(found.logprobs[0, 0]))
+                x.logprobs.append(new if isinstance(new, float) else float(new.logprobs[0, 0]))
                 if output.routed_experts is not None:  # of tokens up to the one before those that are new
                     fresh = len(x.request.prompt_ids) + len(x.token_ids) - 1 - sum(map(len, x.routed))
                     x.routed.append(output.routed_experts[-fresh:])
@@ -188,8 +188,8 @@ class Engine(base.Engine):
     def abort(self, keys: Iterable[Hashable] | None = None) -> list[Completion]:
         """See `base.Engine`."""
         self._take_new(at_once=True)
-        wanted = set().union(*self.of_group({(self.rank, key) for key in (self.keys if keys is None else keys)}))
-        names = [name for name, x in self.in_flight.items() if (x.rank, x.request.key) in wanted]
+        aborted = set().union(*self.of_group({(self.rank, key) for key in (self.keys if keys is None else keys)}))
+        names = [name for name, x in self.in_flight.items() if (x.rank, x.request.key) in aborted]
         self.core.abort_requests(names)
         return self._forget(dict.fromkeys(names, "abort"))
 
