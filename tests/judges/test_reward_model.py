@@ -427,7 +427,7 @@ def test_rows_keep_their_columns_and_get_an_index(tmp_path):
     rows = read_comparisons([tmp_path / "a.jsonl", write_rows(tmp_path / "b.parquet", [PAIR])])
     names = ("a.jsonl", "b.parquet")
     places = [{"row_index": i, "row_place": f"{tmp_path / name}: row 0"} for i, name in enumerate(names)]
-    assert rows == [PAIR | {"prompt": chat, "source": "x"} | places[0], PAIR | places[1]]
+    assert list(rows) == [PAIR | {"prompt": chat, "source": "x"} | places[0], PAIR | places[1]]
 
 
 def test_a_text_answer_ends_with_one_eos(judge):
