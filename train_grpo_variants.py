@@ -244,11 +244,12 @@ def main(args: Args) -> dict[str, float]:
             aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
             for micro_rows in run.micro_batches(update):
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
-                A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
+                # mask: 1 for sampled tokens of scored responses; chosen: those that clip_cov and kl_cov treat apart
+                A, mask, chosen = micro.advantages, micro.response_mask, micro.columns.get("chosen")
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 
-                pg_loss, is_clipped = LOSSES[args.loss_mode](logp, old_logp, A, mask, chosen=micro.chosen, **of_loss)
+                pg_loss, is_clipped = LOSSES[args.loss_mode](logp, old_logp, A, mask, chosen=chosen, **of_loss)
                 # The engine's log-probs are not quite the trainer's. Corrects for that if a flag asks for it; else 1.
                 weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights

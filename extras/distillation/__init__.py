@@ -64,7 +64,7 @@ def add_teacher(
     flags: Teacher, model: Any, batch: Any, updates: Sequence[Any], *, top_k: int, temperature: float
 ) -> Any:
     """The batch with the teacher's log-probs of its sampled tokens, `ref_logp` (B, T), and if top_k is not 0, of the
-    most likely tokens, `top_ids` and `top_logp` (B, T, K): see `teacher.add_teacher`. All ranks must enter.
+    most likely tokens, the columns `top_ids` and `top_logp` (B, T, K): see `teacher.add_teacher`. All ranks must enter.
     """
     from extras.distillation import teacher
 

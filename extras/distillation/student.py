@@ -24,10 +24,11 @@ def token_distances(
         logp, entropy = logprobs.token_logprobs(policy, batch, sampling=sampling)
         return logp, entropy, (logp - batch.ref_logp).detach(), {}
     scored = logprobs.sampled_positions(batch)
-    top, distance = (batch.top_ids[scored].long(), batch.top_logp[scored]), functools.partial(distance, beta=beta)
-    args = (*top, sampling.temperature, distance)
+    top_ids, top_logp = batch.columns["top_ids"], batch.columns["top_logp"]
+    distance = functools.partial(distance, beta=beta)
+    args = (top_ids[scored].long(), top_logp[scored], sampling.temperature, distance)
     logp, entropy, gap, student = logprobs.run_on_responses(policy, batch, _student_head, *args)
-    teacher = batch.top_logp.exp().sum(-1)
+    teacher = top_logp.exp().sum(-1)
     return logp, entropy, gap, {"distillation/student_mass": student, "distillation/teacher_mass": teacher}
 
 

@@ -68,7 +68,7 @@ def add_teacher(
     flags: Teacher, model: nn.Module, batch: Batch, updates: Sequence[Update], *, top_k: int, temperature: float
 ) -> Batch:
     """The batch with the teacher's log-probs of its sampled tokens, `ref_logp` (B, T), and if top_k is not 0, of the
-    most likely tokens, `top_ids` and `top_logp` (B, T, K); all 0 where the mask is 0.
+    most likely tokens, the columns `top_ids` and `top_logp` (B, T, K); all 0 where the mask is 0.
 
     A loaded teacher's probabilities of the tokens that it and the student both know add up to 1. top_k is K; -1: all
     these tokens, not with a server. All ranks must enter. Raises ValueError if a server refuses a request, RuntimeError
@@ -90,7 +90,8 @@ def add_teacher(
         logp, ids, logps = logprobs.over_micro_batches(model, batch, updates, _teacher_head, temperature, k)
         if flags.teacher_offload:
             offload(model)
-    return replace(batch, ref_logp=logp, **(dict(top_ids=ids, top_logp=logps) if top_k else {}))
+    top = {"top_ids": ids, "top_logp": logps} if top_k else {}
+    return replace(batch, ref_logp=logp, columns={**batch.columns, **top})
 
 
 def _teacher_head(model: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, k: int) -> tuple[Tensor, ...]:

@@ -38,8 +38,8 @@ def choose_tokens(
     seed: int,
     ranks: Any,
 ) -> Any:
-    """The batch with advantages only where the policy learns, and with `chosen`: see `token_selection.choose`. All data
-    ranks must enter.
+    """The batch with advantages only where the policy learns, and with the column `chosen`: see
+    `token_selection.choose`. All data ranks must enter.
     """
     from extras.variants import token_selection
 

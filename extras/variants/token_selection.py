@@ -49,8 +49,8 @@ def choose(
 
     --top-entropy-quantile q: of the n tokens of the step, the int(q * n) with the largest entropy keep their
     advantages; those of the others become 0. A loss of RULES: of the n tokens of each mini-batch, max(1, int(share *
-    n)) are marked in `chosen`. clip_cov draws them among those with a covariance between its bounds, and kl_cov takes
-    those with the largest covariance.
+    n)) are marked in the column `chosen`. clip_cov draws them among those with a covariance between its bounds, and
+    kl_cov takes those with the largest covariance.
 
     Args: loss_mode, one of RULES or any other; batch with advantages and, for one of RULES, old_logp; entropies,
     (batch, updates) -> (B, T); seed, of the run and the step. All data ranks must enter.
@@ -74,7 +74,7 @@ def choose(
             else:
                 decides, among, share = cov, in_update.bool(), flags.kl_cov_ratio
             chosen |= largest(decides, among, max(1, int(share * update.num_tokens)), ranks, ties=chance)
-        batch = replace(batch, chosen=chosen)
+        batch = replace(batch, columns={**batch.columns, "chosen": chosen})
     return batch
 
 

@@ -17,11 +17,9 @@ def prompts_for_step(rows: Sequence[Row], step: int, n: int, seed: int) -> list[
     """The `n` rows that training step `step` (from 0) uses: a pure function of (seed, step).
 
     An epoch is len(rows) // n steps. It shuffles the rows anew and leaves the last len(rows) % n of them out, as verl's
-    drop_last: with 10 rows and n = 4, steps 0 and 1 are epoch 0, steps 2 and 3 epoch 1. Raises ValueError if n is less
-    than 1 or more than there are rows.
+    drop_last: with 10 rows and n = 4, steps 0 and 1 are epoch 0, steps 2 and 3 epoch 1. `Files.count_steps` refuses an
+    n that is more than there are rows.
     """
-    if not 1 <= n <= len(rows):
-        raise ValueError(f"--train-batch-size {n} must be between 1 and the {len(rows)} rows of the training data")
     epoch, batch = divmod(step, len(rows) // n)
     order = permutation(len(rows), seed=seed, epoch=epoch)
     return [rows[i] for i in order[batch * n : (batch + 1) * n]]

@@ -96,6 +96,7 @@ def _read_parquet(file: Path) -> Iterator[Row]:
             first = 0
             for batch in parquet.iter_batches(min(1 + BATCH_BYTES // (bytes_per_row + 1), 1024)):
                 yield from _rows_of(batch, first, file)
+                batch.validate(full=True)
                 first += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
@@ -104,21 +105,18 @@ def _read_parquet(file: Path) -> Iterator[Row]:
 
 
 def _rows_of(batch: pa.RecordBatch, first: int, file: Path) -> list[Row]:
-    """The rows of a batch, the first of which is row `first` of the file."""
+    """The rows of a batch, the first of which is row `first` of the file. Raises ValueError naming row and column."""
     try:
-        batch.validate(full=True)
         return [_without_padding(row) for row in batch.to_pylist()]
-    except (pa.ArrowInvalid, ValueError, OverflowError) as error:
-        for i in range(batch.num_rows):  # Arrow counts nested values, not rows: find the row that it means
-            for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                try:
-                    column[i].as_py()
-                except (ValueError, OverflowError) as bad:  # such as a time beyond year 9999
-                    is_text = isinstance(bad, UnicodeDecodeError)
-                    what = "is not valid UTF-8" if is_text else "holds a value that Python cannot"
-                    fix = "write the file again as UTF-8" if is_text else "leave it out"
-                    raise ValueError(f"{file}: row {first + i}: column {name!r} {what} ({bad}); {fix}") from bad
-        raise ValueError(f"{file}: invalid data ({error}); write the file again") from error
+    except (ValueError, OverflowError) as error:  # such as a time beyond year 9999
+        if batch.num_rows > 1:
+            return [row for i in range(batch.num_rows) for row in _rows_of(batch.slice(i, 1), first + i, file)]
+        if batch.num_columns > 1:
+            return [row for name in batch.schema.names for row in _rows_of(batch.select([name]), first, file)]
+        is_text = isinstance(error, UnicodeDecodeError)
+        what = "is not valid UTF-8" if is_text else "holds a value that Python cannot"
+        fix = "write the file again as UTF-8" if is_text else "leave it out"
+        raise ValueError(f"{file}: row {first}: column {batch.schema.names[0]!r} {what} ({error}); {fix}") from error
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:

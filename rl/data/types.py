@@ -175,16 +175,13 @@ class Batch:
     rollout_logp: torch.Tensor  # (B, T) float32, by the engine that sampled
     old_logp: torch.Tensor | None = None  # (B, T) by the policy as it was when the step began
     ref_logp: torch.Tensor | None = None  # (B, T) by the frozen reference, or the teacher
-    top_ids: torch.Tensor | None = None  # (B, T, K) int32, the teacher's most likely tokens
-    top_logp: torch.Tensor | None = None  # (B, T, K) and their log-probs
     advantages: torch.Tensor | None = None  # (B, T)
     values: torch.Tensor | None = None  # (B, T)
     returns: torch.Tensor | None = None  # (B, T)
-    chosen: torch.Tensor | None = None  # (B, T) bool, of `extras.variants`: the loss treats these differently
     rows: torch.Tensor | None = None  # (B,) int64, ascending: which of the step's responses each row is; None: 0..B-1
     share: torch.Tensor | None = None  # (B,) float32, tokens of a row / tokens of its update, on all ranks
     # (B, T, ...) by name, see `Columns`. In the place of "versions" a batch has "ages", int32: pushes of weights since
-    # a token was sampled, and -1 for one that was not.
+    # a token was sampled, and -1 for one that was not. Phases of a step may add columns of any dtype.
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -119,7 +119,7 @@ def cut(responses: list[Sample], ranks: Ranks, prompts: range, mini_batch_size: 
     # Log-probs and advantages of which many are equal.
     ready = replace(batch, old_logp=logp.round(), advantages=(batch.rows % 3 - 1.0)[:, None] * mask)
     choose = partial(token_selection.choose, batch=ready, updates=updates, entropies=entropies, seed=7, ranks=ranks)
-    found["chosen"] = {mode: choose(CHOICE, mode).chosen for mode in RULES}
+    found["chosen"] = {mode: choose(CHOICE, mode).columns["chosen"] for mode in RULES}
     found["uncertain"] = choose(ENTROPY, "ppo_clip").advantages
     found["nothing chosen"] = choose(CHOICE, "ppo_clip") is ready
     found["described"] = metrics.describe_tokens("x", logp, mask, ranks)

@@ -263,9 +263,11 @@ def test_steps_are_whole_batches_of_all_epochs_unless_their_number_is_given():
     assert Files().count_steps(10, 4) == 2
     assert Files(total_epochs=3).count_steps(10, 4) == 6
     assert Files(total_epochs=3, total_training_steps=50).count_steps(10, 10) == 50
-    for batch_size in (0, 11):
+    for batch_size in (-1, 0, 11):
         with pytest.raises(ValueError, match=f"--gen-batch-size {batch_size} must be between 1 and the 10 rows"):
             Files(total_training_steps=50).count_steps(10, batch_size, flag="--gen-batch-size")
+        with pytest.raises(ValueError, match=f"--train-batch-size {batch_size} must be between 1 and the 10 rows"):
+            Files().count_steps(10, batch_size)
 
 
 def test_missing_parquet_column_and_null(tmp_path):
@@ -371,12 +373,6 @@ def test_prompts_for_step_is_pure():
     forward = [prompts_for_step(rows, s, 3, 0) for s in range(9)]
     assert [prompts_for_step(rows, s, 3, 0) for s in reversed(range(9))] == forward[::-1]
     assert prompts_for_step(rows, 0, 3, 1) != forward[0]
-
-
-@pytest.mark.parametrize("n", [11, 0, -1])
-def test_batch_that_the_data_cannot_fill(n):
-    with pytest.raises(ValueError, match=rf"--train-batch-size {n} must be between 1 and the 10 rows"):
-        prompts_for_step([{}] * 10, 0, n, 0)
 
 
 # --- data/gsm8k.py ---------------------------------------------------------------------------------------------------

@@ -218,8 +218,9 @@ def test_right_scores_stand_at_their_tokens(top_k, tokenizer):
     assert torch.allclose(scored.ref_logp, expected * batch.response_mask)
     assert (scored.ref_logp[:, :4] == 0).all()
     if top_k:
-        assert (scored.top_ids[:, 4:] == torch.tensor([7, 9])).all() and (scored.top_ids[:, :4] == 0).all()
-        assert (scored.top_logp[:, 4:, 0] == -0.25).all() and (scored.top_logp[:, :4] == 0).all()
+        top_ids, top_logp = scored.columns["top_ids"], scored.columns["top_logp"]
+        assert (top_ids[:, 4:] == torch.tensor([7, 9])).all() and (top_ids[:, :4] == 0).all()
+        assert (top_logp[:, 4:, 0] == -0.25).all() and (top_logp[:, :4] == 0).all()
     with servers.serving(answers(tokenizer, scores=small)) as server:
         assert ask(batch, server.url, 0).ref_logp.max() == 0
 
@@ -243,7 +244,7 @@ def test_the_largest_answer_is_not_too_large(tokenizer):
     ids = torch.arange(2000)[None] % 79
     batch = Batch(ids, torch.tensor([2000]), torch.ones(1, 2000), torch.zeros(1, 2000))
     with servers.serving(answers(tokenizer, scores=scores)) as server:
-        assert ask(batch, server.url, 20).top_ids.shape == (1, 2000, 20)
+        assert ask(batch, server.url, 20).columns["top_ids"].shape == (1, 2000, 20)
 
 
 def test_a_small_distance_is_not_rounded_where_fsdp_computes_in_bfloat16(tiny_model, world):
@@ -259,10 +260,11 @@ def test_a_small_distance_is_not_rounded_where_fsdp_computes_in_bfloat16(tiny_mo
     scored = logprobs.sampled_positions(batch)
     [student_logps] = logprobs.run_on_responses(policy, batch, student, top_ids[scored])
     noise = 0.06 * torch.randn(student_logps.shape, generator=generator)
-    batch = replace(batch, ref_logp=torch.zeros(2, 12), top_ids=top_ids, top_logp=student_logps + noise)
+    top = {"top_ids": top_ids, "top_logp": student_logps + noise}
+    batch = replace(batch, ref_logp=torch.zeros(2, 12), columns=top)
     _, _, gap, _ = token_distances(policy, batch, distillation.forward_kl, beta=0.0, sampling=logprobs.FULL)
 
-    s, t = student_logps.double(), batch.top_logp.double()
+    s, t = student_logps.double(), batch.columns["top_logp"].double()
     rest_s, rest_t = 1 - s.exp().sum(-1), 1 - t.exp().sum(-1)  # probability of the 40 other tokens
     expected = (t.exp() * (t - s)).sum(-1) + rest_t * (rest_t / rest_s).log()
     assert 2e-4 < expected[scored].mean() < 5e-3 and expected[scored].min() > 0

@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3310,
+    "core": 3303,
     "wall": 1620,
-    "import train_grpo": 4241,
-    "import sft": 2541,
-    "import eval": 1493,
+    "import train_grpo": 4234,
+    "import sft": 2536,
+    "import eval": 1486,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,

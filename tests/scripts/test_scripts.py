@@ -402,11 +402,11 @@ def test_losses_of_chosen_tokens_choose_over_a_mini_batch(variants, monkeypatch,
     assert few["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4)
     assert few["actor/pg_clipfrac"] == one["actor/pg_clipfrac"]
     (batch, updates), (other, _) = seen
-    assert torch.equal(batch.chosen, other.chosen) and len(updates) == 2
+    assert torch.equal(batch.columns["chosen"], other.columns["chosen"]) and len(updates) == 2
     for update in updates:
         own = batch.response_mask.bool() & torch.isin(batch.rows, torch.tensor(update.rows))[:, None]
         logp, advantage = batch.old_logp[own].double(), batch.advantages[own].double()
-        cov, chosen = (logp - logp.mean()) * (advantage - advantage.mean()), batch.chosen[own]
+        cov, chosen = (logp - logp.mean()) * (advantage - advantage.mean()), batch.columns["chosen"][own]
         assert chosen.sum() == int(0.1 * own.sum()) > 5
         assert cov[chosen].min() >= (0 if mode == "clip_cov" else cov[~chosen].max()) - 1e-6
     plain = variants(**several | dict(loss_mode="ppo_clip"))

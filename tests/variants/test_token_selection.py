@@ -28,10 +28,10 @@ def test_rules_by_hand(world):
     flags = TokenSelection(clip_cov_ratio=1.0, kl_cov_ratio=0.4)
     for mode, chosen in {"clip_cov": [4, 5, 6, 7], "kl_cov": [6, 7, 8, 9]}.items():  # the bounds are 1 and 5
         found = token_selection.choose(flags, mode, batch, updates, None, seed=0, ranks=world)
-        assert found.chosen[0].nonzero().flatten().tolist() == chosen
+        assert found.columns["chosen"][0].nonzero().flatten().tolist() == chosen
     fewer = TokenSelection(clip_cov_ratio=0.1)
     drawn = [token_selection.choose(fewer, "clip_cov", batch, updates, None, seed=s, ranks=world) for s in range(40)]
-    places = [x.chosen[0].nonzero().flatten().tolist() for x in drawn]
+    places = [x.columns["chosen"][0].nonzero().flatten().tolist() for x in drawn]
     assert {len(x) for x in places} == {1} and {x for [x] in places} == {4, 5, 6, 7}
 
 

@@ -74,7 +74,7 @@ def make_batch(model: nn.Module) -> Batch:
 
     fixed = dict(old_logp=near(0.4), ref_logp=near(0.5), rollout_logp=near(0.1))
     chosen = mask.bool() & (torch.rand(mask.shape, generator=random) < 0.3)
-    return replace(batch, **fixed, advantages=advantages * mask, chosen=chosen)
+    return replace(batch, **fixed, advantages=advantages * mask, columns={**batch.columns, "chosen": chosen})
 
 
 def token_objective(
@@ -85,7 +85,7 @@ def token_objective(
     near = NARROW.get(loss_mode)
     numbers = NUMBERS if near is None else NUMBERS | dict(clip_ratio_low=near, clip_ratio_high=near)
     inputs = logp, batch.old_logp, batch.advantages, batch.response_mask
-    loss, clipped = formula(*inputs, chosen=batch.chosen, **numbers)
+    loss, clipped = formula(*inputs, chosen=batch.columns["chosen"], **numbers)
     if loss_mode == "all terms":
         both = batch.rollout_logp, batch.advantages, batch.response_mask
         loss = loss * CORRECTION.weights(logp, batch.old_logp, *both)
