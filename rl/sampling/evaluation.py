@@ -1,4 +1,4 @@
-"""Held-out prompts, answered with the current weights."""
+"""What responses are worth: the numbers of an evaluation on held-out prompts, and of the scoring of a step."""
 
 from collections import Counter
 from collections.abc import Sequence

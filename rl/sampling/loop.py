@@ -189,7 +189,9 @@ class Loop:
         """
         for num_steps in itertools.count():
             if not self.is_open():
-                self._check_complete()
+                if self.trajectories:
+                    row, lost = next(iter(self.trajectories.values())).row["row_index"], len(self.trajectories)
+                    raise RuntimeError(f"the engine lost {lost} of {self.count} responses, one to row {row} among them")
                 return
             # Ranks of an engine leave together and must ask each other; one alone can look at every token.
             if self.engine.group is None or num_steps % STOP_EVERY == 0:
@@ -206,11 +208,6 @@ class Loop:
     def resume(self) -> None:
         """Let the engine go on with what it does not have: each response behind the tokens that it has."""
         self.pending = [key for key in self.trajectories if key not in self.waiting]
-
-    def _check_complete(self) -> None:
-        if self.trajectories:
-            row, num_open = next(iter(self.trajectories.values())).row["row_index"], len(self.trajectories)
-            raise RuntimeError(f"the engine lost {num_open} of {self.count} responses, one to row {row} among them")
 
     def abandon(self) -> None:
         """Give up all responses in flight."""

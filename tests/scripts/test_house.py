@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3303,
+    "core": 3301,
     "wall": 1620,
-    "import train_grpo": 4234,
+    "import train_grpo": 4232,
     "import sft": 2536,
-    "import eval": 1486,
+    "import eval": 1484,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
