@@ -211,9 +211,14 @@ def in_bfloat16():
     train_grpo.init_ranks = lambda: replace(init_ranks(), dtype=torch.bfloat16)
 
 
-def learn_from_all(append=Trajectory._append):
+def learn_from_all(tell=Trajectory.tell):
     """What the policy was told counts as said by it."""
-    Trajectory._append = lambda x, ids, mask, logprobs: append(x, ids, 1, logprobs)
+
+    def told_as_said(x, ids):
+        tell(x, ids)
+        x.mask[len(x.mask) - len(ids) :] = [1] * len(ids)
+
+    Trajectory.tell = told_as_said
 
 
 def in_bfloat16_learn_from_all():
