@@ -73,7 +73,7 @@ class Sinks:
             self._try(name, lambda name: self.opened.update({name: connect(name, *self.of_run, config)}))
 
     def hand_on(self, records: Sequence[dict[str, Any]]) -> None:
-        """Give every sink records as `hand_on` below does for one."""
+        """Give every sink what the function `hand_on` gives one."""
         for name in list(self.opened):
             self._try(name, lambda name: hand_on(self.opened[name], records))
 

@@ -233,8 +233,8 @@ class Saver:
         together(commit, group)
 
 
-def load(path: pathlib.Path, trained: Trained, *, moments_on_host: bool = False) -> int:
-    """Load a checkpoint into what is trained, at any world size; returns its step. All ranks must enter.
+def load(path: pathlib.Path, trained: Trained, *, moments_on_host: bool = False) -> None:
+    """Load a checkpoint into what is trained, at any world size. All ranks must enter.
 
     moments_on_host: leave AdamW's moments on the host, from where `extras.offload.keep_moments_on_host` takes them.
     Raises ValueError if it holds anything but the tensors of these modules and optimizers, or as `Family.check_saved`.
@@ -242,7 +242,6 @@ def load(path: pathlib.Path, trained: Trained, *, moments_on_host: bool = False)
     then = trainer_state(path)
     together(lambda: _check_families(path, then.get("lora", {}), trained))
     tensors.load(tensors.read(path / "state", then["world_size"]), trained, moments_on_host=moments_on_host)
-    return then["step"]
 
 
 def _check_families(path: pathlib.Path, records: dict[str, dict[str, str]], trained: Trained) -> None:

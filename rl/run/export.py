@@ -62,7 +62,7 @@ class Exporter:
         records, saved = {}, tensors.read(folder / "state", self.ranks.size)
         for i, (name, (module, keys, others, beside, _)) in enumerate(exports.items()):
             suffix = f"_{name}" if i else ""
-            learned = {key: self._whole(module, key, saved[f"{name}/model/{key}"]) for key in keys}
+            learned = {key: self._weight(module, key, saved[f"{name}/model/{key}"]) for key in keys}
             weights = {key: _alone(x) for key, x in models.exported(module, (others | learned).items())}
             self.write_huggingface(folder / f"huggingface{suffix}", module, weights | beside)
             for family in module.packed.families:
@@ -88,8 +88,8 @@ class Exporter:
             (path / name).parent.mkdir(exist_ok=True)
             (path / name).write_bytes(content)
 
-    def _whole(self, module: PreTrainedModel, key: str, saved: tensors.Saved) -> torch.Tensor:
-        """A weight in the compute dtype, or in its own if a family has added it."""
+    def _weight(self, module: PreTrainedModel, key: str, saved: tensors.Saved) -> torch.Tensor:
+        """A whole weight in the compute dtype, or in its own if a family has added it."""
         dtype = saved.dtype if is_added(module, key) else self.ranks.dtype
         return tensors.fill(torch.empty(saved.shape, dtype=dtype), saved)
 

@@ -253,7 +253,7 @@ def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, poli
     # Loaded and saved again by a single rank, it is the same checkpoint, and the single rank trains on.
     policy, optimizer, ranks = policy_of(task.model)
     trained = {"actor": (policy, optimizer)}
-    assert checkpoint.load(broken / "global_step_2", trained) == 2
+    checkpoint.load(broken / "global_step_2", trained)
     again = save_and_wait(open_run(task, tmp_path / "again", ranks), 2, trained)
     h.assert_same(h.saved_state(again), h.saved_state(broken / "global_step_2"))
     h.assert_same(h.weights(again), h.weights(broken / "global_step_2"))
@@ -555,7 +555,7 @@ def test_loading_brings_back_weights_moments_and_step(task, policy_of, tmp_path)
     saved = save_and_wait(open_run(task, tmp_path, ranks), 3, {"actor": (policy, optimizer)})
     expected = {name: tensor.clone() for name, tensor in full_tensors(policy)}
     fresh, fresh_optimizer, _ = policy_of(task.model)
-    assert checkpoint.load(saved, {"actor": (fresh, fresh_optimizer)}) == 3
+    checkpoint.load(saved, {"actor": (fresh, fresh_optimizer)})
     h.assert_same(dict(full_tensors(fresh)), expected)
     for old, new in zip(policy.parameters(), fresh.parameters(), strict=True):
         before, after = optimizer.state[old], fresh_optimizer.state[new]
@@ -585,7 +585,7 @@ def test_rows_are_found_in_whichever_files_have_them(task, policy_of, tmp_path):
     (saved / "trainer_state.json").write_text(json.dumps(written | {"world_size": 3}))
     shutil.copy(saved / "state" / "rank_0.safetensors", saved / "state" / "rank_3.safetensors")  # of nobody
     fresh, fresh_optimizer, _ = policy_of(task.model)
-    assert checkpoint.load(saved, {"actor": (fresh, fresh_optimizer)}) == 1
+    checkpoint.load(saved, {"actor": (fresh, fresh_optimizer)})
     h.assert_same(state_of({"actor": (fresh, fresh_optimizer)}), expected)
     (saved / "state" / "rank_1.safetensors").unlink()
     with pytest.raises(ValueError, match="is not there as a whole, which has the shape"):
@@ -758,7 +758,7 @@ def test_several_modules_make_the_round_trip(task, policy_of, tmp_path):
     assert not torch.equal(
         state_of(trained)["critic/model/score.weight"], fresh["critic"][0].score.weight.full_tensor()
     )
-    assert checkpoint.load(saved, fresh) == 3
+    checkpoint.load(saved, fresh)
     h.assert_same(state_of(fresh), expected)
 
     model, info = AutoModelForCausalLM.from_pretrained(saved / "huggingface", output_loading_info=True)

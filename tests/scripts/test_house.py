@@ -27,9 +27,9 @@ from launch import ROOT
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
     "core": 3301,
-    "wall": 1620,
-    "import train_grpo": 4232,
-    "import sft": 2536,
+    "wall": 1619,
+    "import train_grpo": 4231,
+    "import sft": 2535,
     "import eval": 1484,
     "eval.py": 107,
     "sft.py": 93,
