@@ -85,7 +85,7 @@ def token_objective(
     near = NARROW.get(loss_mode)
     numbers = NUMBERS if near is None else NUMBERS | dict(clip_ratio_low=near, clip_ratio_high=near)
     inputs = logp, batch.old_logp, batch.advantages, batch.response_mask
-    loss, clipped = formula(*inputs, chosen=batch.columns["chosen"], **numbers)
+    loss, clipped = formula(*inputs, chosen=batch.columns.get("chosen"), **numbers)
     if loss_mode == "all terms":
         both = batch.rollout_logp, batch.advantages, batch.response_mask
         loss = loss * CORRECTION.weights(logp, batch.old_logp, *both)
