@@ -165,7 +165,7 @@ def main() -> None:
     """Answer one request of the trainer after the other, until it closes the connection."""
     connection, rewards, pid = Connection(begin_worker().detach()), Rewards(), os.getpid()
     os.nice(10)
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, ConnectionError):  # the trainer may end while a message is on its way
         while True:
             method, *arguments = connection.recv()
             try:
