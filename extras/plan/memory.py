@@ -129,8 +129,13 @@ def needed(load: Load, way: Way, total: float) -> Needed:
     engine = engine_bytes(load.engine, total) if load.engine else 0.0
     visiting = [x for x in load.models if x.is_frozen and x.is_away]
     staying = [x for x in load.models if not (x.is_frozen and x.is_away)]
-    weights = lambda x: 0.0 if away else (4 * x.count + 2 * x.fixed) / n  # noqa: E731
-    moments = lambda x: 0.0 if away or way.optimizer_offload else 8 * x.count / n  # noqa: E731
+
+    def weights(x: Model) -> float:
+        return 0.0 if away else (4 * x.count + 2 * x.fixed) / n
+
+    def moments(x: Model) -> float:
+        return 0.0 if away or way.optimizer_offload else 8 * x.count / n
+
     there, gradients = sum(map(weights, staying)), sum(0.0 if away else 4 * x.count / n for x in staying)
     stepping = sum(map(moments, staying))
     resting = there + stepping + others

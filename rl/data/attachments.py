@@ -8,8 +8,7 @@ from typing import Any
 
 from extras import images
 
-read_attachments, check_attachments = images.read, images.check_pixels
-refuse_attachments = images.refuse
+read_attachments, check_attachments, refuse_attachments = images.read, images.check_pixels, images.refuse
 
 
 class Attachments:

@@ -202,8 +202,8 @@ def make_batch(
     for update in updates:
         totals[update.rows] = float(sum(responses[i].num_tokens for i in update.rows))
     columns = dict(batch.columns)
-    versions = columns.pop("versions", torch.full_like(batch.input_ids, torch.iinfo(torch.int32).max))  # or unknown
-    if version is not None:
+    versions = columns.pop("versions", torch.full_like(batch.input_ids, torch.iinfo(torch.int32).max))
+    if version is not None:  # tokens of unknown versions count as those that were not sampled
         columns["ages"] = torch.where(versions <= version, version - versions, -1)
     return replace(batch, share=batch.lengths / totals[batch.rows], columns=columns), updates
 

@@ -39,5 +39,5 @@ class Validation:
 
     def settings(self, sampling: Sampling) -> Sampling:
         """How held-out prompts are answered; `sampling`, as in training, has lengths and what ends a response."""
-        way = Sampling(self.val_n, self.val_temperature, self.val_top_p, self.val_top_k, self.val_min_p)
-        return replace(way, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids)
+        way = replace(sampling, n=self.val_n, temperature=self.val_temperature)
+        return replace(way, top_p=self.val_top_p, top_k=self.val_top_k, min_p=self.val_min_p)

@@ -123,11 +123,11 @@ class Sampler:
         rows = self.prompts(step)
         return rows, self.ask(self.ranks.own_slice(rows), self.task.sampling, step)
 
-    def ask(self, own_rows: Sequence[Row], sampling: Sampling | Sequence[Sampling], *step: int) -> list[Sample]:
+    def ask(self, own_rows: Sequence[Row], sampling: Sampling | Sequence[Sampling], *numbers: int) -> list[Sample]:
         """Responses to prompts of this rank, sampled in this way or each in its own. The scorer has them already. What
-        is sampled is a function of --seed and `step`, and of the weights.
+        is sampled is a function of --seed, of these numbers, such as that of the step, and of the weights.
         """
-        task, seed = self.task, derive_seed(self.task.seed, *step, self.engine.first_rank)
+        task, seed = self.task, derive_seed(self.task.seed, *numbers, self.engine.first_rank)
         return sample_groups(self.engine, own_rows, sampling, self.scorer.submit, task.partner, seed=seed)
 
     def collect(self, samples: Sequence[Sample]) -> list[Sample]:

@@ -215,6 +215,7 @@ class Engine(base.Engine):
     def close(self) -> None:
         """See `base.Engine`. vLLM ends the process group too."""
         final_barrier()
+        torch.cuda.empty_cache()
         # vLLM frees its memory as if it were awake, and prints "CUDA Error: invalid argument" where it is asleep. If
         # there is no room for it to wake up, that line is all that happens.
         if self.llm.llm_engine.is_sleeping() and torch.cuda.mem_get_info()[0] > self.memory:
