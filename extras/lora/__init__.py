@@ -43,13 +43,18 @@ class LoRA:
 
     def check_model(self, path: str, auto_class: Any = None, *, flag: str = "--model") -> None:
         """Raise ValueError, from the config alone, if the model in `path`, which `flag` has named, cannot learn as
-        these flags say. See `adapters.check_model` and `experts.check_routed`.
+        these flags say. See `adapters.check_model`.
         """
         if self.lora_rank or not self.freeze_vision_tower:
             from extras.lora import adapters
 
             adapters.check_model(self, path, auto_class, flag=flag)
-        if self.router_aux_loss_coef and flag == "--model":
+
+    def check_policy(self, path: str) -> None:
+        """Raise ValueError, from the config alone, if --router-aux-loss-coef would say nothing about the policy in
+        `path`. Other models that learn, such as a critic, need no experts. See `experts.check_routed`.
+        """
+        if self.router_aux_loss_coef:
             from extras.families import check_routed
 
             check_routed(path, f"--router-aux-loss-coef {self.router_aux_loss_coef}")

@@ -1,14 +1,14 @@
 """Where the numbers of a run go besides the files in its folder: wandb, swanlab, tensorboard, and Prometheus.
 
-A sink takes them. connections.py makes the sinks of --logger, and prometheus.py that of --prometheus-port. __main__.py
-sends the files of a run to a tracker afterwards.
+A sink takes them. connections.py makes the sinks of --logger, and prometheus.py that of --prometheus-port. sinks.py
+opens those of a run, so that none of their faults ends it. __main__.py sends the files of a run to a tracker
+afterwards.
 """
 
 import json
 import math
-import shlex
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -27,15 +27,31 @@ def connect(name: str, run_dir: str, project: str, experiment: str, config: dict
     return connections.TRACKERS[name](run_dir, project, experiment, config)
 
 
-def open_early(port: int | None, project: str, experiment: str) -> dict[str, Sink]:
-    """By name the sinks that may refuse a flag: that of Prometheus, which serves the newest metrics on a port of this
-    machine, if there is a port. Raises ValueError if the port is in use.
+def open_early(flags: Any) -> dict[str, Sink]:
+    """By name the sinks that may refuse one of a run's flags about logging: that of Prometheus, which serves the newest
+    metrics on --prometheus-port of this machine, if the flag is given. Raises ValueError if the port is in use.
     """
-    if port is None:
+    if flags.prometheus_port is None:
         return {}
     from extras.trackers import prometheus
 
-    return {"prometheus": prometheus.serve(port, project, experiment)}
+    return {"prometheus": prometheus.serve(flags.prometheus_port, flags.project_name, flags.experiment_name)}
+
+
+def open_sinks(flags: Any, config: dict[str, Any], opened: Mapping[str, Sink], records: Path) -> list[Sink]:
+    """The sinks of a run: new runs in the trackers of --logger, and what `open_early` has opened. They raise nothing.
+    The first fault of a sink is printed, and afterwards the sink gets nothing more.
+
+    Args: flags, those about logging; config, all flags, for the trackers; opened, of `open_early`; records, the file
+    with the metrics, which is in the run's folder.
+    """
+    names = [name for name in flags.logger if name != "console"]
+    if not (names or opened):
+        return []
+    from extras.trackers import sinks
+
+    of_run = (str(records.parent), flags.project_name, flags.experiment_name)
+    return sinks.open_sinks(names, config, opened, of_run, records)
 
 
 def parse_record(line: str) -> dict[str, Any] | None:
@@ -47,52 +63,13 @@ def parse_record(line: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
-def hand_on(sink: Sink, records: Sequence[dict[str, Any]]) -> None:
-    """Give a sink a record of metrics, or the records of responses that belong together."""
+def hand_on(sinks: Iterable[Sink], records: Sequence[dict[str, Any]]) -> None:
+    """Give every sink a record of metrics, or the records of responses that belong together."""
     step, kind = records[0]["step"], records[0].get("kind")
     hidden = ("step", "time", "kind", "tokens")  # the numbers of each token are for benchmarks/view.py
     shown = [{name: x for name, x in record.items() if name not in hidden} for record in records]
-    if kind:
-        sink.show(step, kind, shown)
-    else:
-        sink.log(step, {name: math.nan if x is None else x for name, x in shown[0].items()})
-
-
-class Sinks:
-    """The sinks of a run by name. One that raises gets nothing more: none of its faults may end a run.
-
-    Args: opened, sinks that are open already; of_run, the run's folder and its names for a project and an experiment.
-    """
-
-    def __init__(self, opened: Mapping[str, Sink], of_run: tuple[str, str, str]):
-        self.opened, self.of_run = dict(opened), of_run
-
-    def connect(self, names: Iterable[str], config: dict[str, Any]) -> None:
-        """Open the sinks of these trackers, and give them the flags of the run."""
-        for name in names:
-            self._try(name, lambda name: self.opened.update({name: connect(name, *self.of_run, config)}))
-
-    def hand_on(self, records: Sequence[dict[str, Any]]) -> None:
-        """Give every sink what the function `hand_on` gives one."""
-        for name in list(self.opened):
-            self._try(name, lambda name: hand_on(self.opened[name], records))
-
-    def close(self) -> None:
-        """Wait until all sinks have sent what they have."""
-        for name in list(self.opened):
-            self._try(name, lambda name: self.opened[name].close())
-
-    def _try(self, name: str, call: Callable[[str], object]) -> None:
-        try:
-            call(name)
-        except (Exception, SystemExit) as error:  # trackers also exit
-            from rl.console import say
-
-            self.opened.pop(name, None)
-            hint = f" (pip install {name})" if isinstance(error, ImportError) else ""
-            say(
-                f"{name} gets nothing more: {type(error).__name__}: {' '.join(str(error).split())}{hint}. The numbers "
-                f"are in {self.of_run[0]}/metrics.jsonl; to send them later: python -m extras.trackers "
-                f"{shlex.join([name, *self.of_run])}",
-                sys.stderr,
-            )
+    for sink in sinks:
+        if kind:
+            sink.show(step, kind, shown)
+        else:
+            sink.log(step, {name: math.nan if x is None else x for name, x in shown[0].items()})

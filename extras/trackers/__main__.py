@@ -20,7 +20,7 @@ def send(name: str, run_dir: str, project: str, experiment: str) -> None:
         by_kind = itertools.groupby(filter(None, records), key=lambda x: (x["step"], x.get("kind", x.get("time"))))
         groups += [list(group) for _, group in by_kind]
     for group in sorted(groups, key=lambda group: group[0]["step"]):
-        hand_on(sink, group)
+        hand_on([sink], group)
     sink.close()
 
 

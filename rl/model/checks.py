@@ -130,7 +130,7 @@ def check_model(
         longest, limits: tokens of the longest sequence, and the flags that say so.
         instead: what to do if it is of a family that is refused.
         is_trained: False if only an engine reads it, which may know weights of fewer bits.
-        learning: what of it learns, if its weights are read beside those of the policy.
+        learning: what of it learns, None if nothing does.
         texts: as for `load_tokenizer`.
 
     Raises ValueError naming the flag, also as `CausalLM.check`, `check_trainable`, `read_model` and

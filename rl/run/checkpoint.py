@@ -228,7 +228,7 @@ class Saver:
 
         together(prepare, group)
         together(write, group)
-        names = together(export if ranks.is_main else list, group)[0]
+        names = together(lambda: export() if ranks.is_main else [], group)[0]
         parts = together(force_to_disk, group)
         together(commit, group)
 

@@ -92,6 +92,9 @@ def choose_checkpoint(
         )
     if changes and folder.ranks.is_main:
         say(f"--force-resume: {path} is continued with other settings:\n{changes}")
+    if then["step"] == last and folder.ranks.is_main:
+        more = "raise --total-training-steps or --total-epochs to learn more"
+        say(f"{path}: all {last} steps are done; {more}. Another run needs an --experiment-name of its own")
     return path, then, records[0]
 
 
@@ -117,8 +120,8 @@ def find_checkpoint(resume_mode: str, root: pathlib.Path, ranks: Ranks) -> pathl
     steps = gather(files.list_steps(root) if ranks.is_main else [])[0]
     if resume_mode != "auto":
         path = None if resume_mode == "disable" else pathlib.Path(resume_mode)
-        is_newest = path and path.resolve().parent == root.resolve() and steps[-1] <= trainer_state(path)["step"]
-        if steps and not is_newest:
+        is_inside = path is not None and path.resolve().parent == root.resolve()
+        if steps and not (is_inside and steps[-1] <= trainer_state(path)["step"]):
             raise ValueError(
                 f"--resume-mode {resume_mode}, but {root} holds checkpoints up to step {steps[-1]}, of another run or "
                 "of one that went on from there; give auto to continue from the newest, choose another "
@@ -127,8 +130,7 @@ def find_checkpoint(resume_mode: str, root: pathlib.Path, ranks: Ranks) -> pathl
         return path
     rejected: list[str] = []
     for path in (root / f"global_step_{step}" for step in reversed(steps)):
-        problem = _problem(path, ranks)
-        if not problem:
+        if not (problem := _problem(path, ranks)):
             return path
         rejected.append(f"{path}: {problem}")
         if ranks.is_main:

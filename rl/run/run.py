@@ -165,8 +165,7 @@ class Run:
                 notes.append(f"the data ends answers with {' '.join(new)}, so the exported generation config does too")
         if newer := newer_than_tested():
             notes.append(f"newer than what was tested: {newer}; docs/troubleshooting.md has what was run")
-        more = "no steps left (raise --total-training-steps or --total-epochs to learn more)"
-        left = f"steps {self.first_step + 1}-{self.total_steps}" if self.first_step < self.total_steps else more
+        left = f"steps {self.step + 1}-{self.total_steps}" if self.step < self.total_steps else "no steps left"
         flags, rows = flat(self.args), self.args.train_batch_size
         work = f"{rows} {'rows' if self.args.rows_per_unit == 1 else 'pairs'} per step"
         if self.sampler:
@@ -260,8 +259,8 @@ class Run:
         generated = sum(r.num_sampled for r in responses) if generated is None and responses else generated
         times = self.clock.metrics(num_tokens=tokens, num_generated=generated)
         ages = of_staleness(batch, self.ranks) if batch is not None else {}
-        metrics = times | metrics | ages  # a script may give times of its own
-        metrics["checkpoint/failed"] = float(self.saver.failures)
+        # A script may give times of its own, which replace those of the clock.
+        metrics = times | metrics | ages | {"checkpoint/failed": float(self.saver.failures)}
         for module, _ in self.trained.values():
             metrics |= getattr(module, "family_metrics", {})  # of families such as experts, from `check_engine`
         done, freq = self.step + 1, 1 if self.sampler else self.args.logging.log_freq

@@ -56,8 +56,7 @@ def open_early(flags: Logging, ranks: Ranks) -> dict[str, trackers.Sink]:
     ValueError on every rank, see `trackers.open_early`. All ranks must enter.
     """
     sinks: dict[str, trackers.Sink] = {}
-    port, names = flags.prometheus_port, (flags.project_name, flags.experiment_name)
-    together(lambda: sinks.update(trackers.open_early(port, *names)) if ranks.is_main else None)
+    together(lambda: sinks.update(trackers.open_early(flags)) if ranks.is_main else None)
     return sinks
 
 
@@ -88,7 +87,7 @@ class Tracker:
         self.enabled, self.run_dir, flags = enabled, pathlib.Path(run_dir), args.logging
         self.prints = enabled and "console" in flags.logger
         self.metrics, self.generations = Lines(self.run_dir / METRICS), Lines(self.run_dir / GENERATIONS)
-        self.sinks = trackers.Sinks(sinks or {}, (str(run_dir), flags.project_name, flags.experiment_name))
+        self.sinks: list[trackers.Sink] = []
         if not enabled:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -101,7 +100,7 @@ class Tracker:
             _drop_after(lines.file, start, evaluates=evaluates)
         config = without_secrets(args)
         (self.run_dir / CONFIG).write_text(json.dumps(config, indent=2))
-        self.sinks.connect([name for name in flags.logger if name != "console"], config)
+        self.sinks = trackers.open_sinks(flags, config, sinks or {}, self.metrics.file)
 
     def log(self, step: int, metrics: dict[str, float], line: str = "") -> None:
         """Record the metrics of a step; print `line` if --logger has console.
@@ -112,7 +111,7 @@ class Tracker:
             finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
             record = {"step": step, "time": time.time(), **finite}
             self.metrics.append(record)
-            self.sinks.hand_on([record])
+            trackers.hand_on(self.sinks, [record])
         if line:
             self.print(line)
 
@@ -121,7 +120,7 @@ class Tracker:
         if self.enabled and generations:
             records = [{"step": step, "kind": kind, **generation} for generation in generations]
             self.generations.append(*records)
-            self.sinks.hand_on(records)
+            trackers.hand_on(self.sinks, records)
 
     def print(self, text: str) -> None:
         """Print on rank 0 if --logger has console."""
@@ -130,10 +129,10 @@ class Tracker:
 
     def close(self) -> None:
         """Write the lines that wait in memory, and wait until the trackers have sent what they have."""
-        if self.enabled:
-            self.metrics.close()
-            self.generations.close()
-            self.sinks.close()
+        self.metrics.close()
+        self.generations.close()
+        for sink in self.sinks:
+            sink.close()
 
 
 class Lines:

@@ -20,7 +20,7 @@ class TrainingArgs(Planned):
     """The base of the Args of every script that trains."""
 
     rows_per_unit = 1  # rows that a micro-batch never separates
-    # which together limit the tokens of a sequence
+    # The values of these flags add up to the most tokens that a sequence may have.
     length_flags: ClassVar[tuple[str, ...]] = ("max_prompt_length", "max_response_length")
 
     @property
@@ -68,5 +68,6 @@ def check(args: Any, *, scores: bool = False) -> PreTrainedTokenizerBase:
         texts=args.data,
         day=first_day(args.checkpoints, root),
     )
+    args.lora.check_policy(args.model)
     settle(args, [hardware()])
     return tokenizer

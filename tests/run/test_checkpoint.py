@@ -405,6 +405,17 @@ def test_a_named_checkpoint_is_refused_where_it_would_mix_two_runs(task, unbroke
     assert resume.find_checkpoint(str(other_way), one, ranks) == other_way
 
 
+def test_a_checkpoint_that_was_renamed_in_the_folder_of_its_run_is_continued(unbroken, task, policy_of, tmp_path):
+    ranks, renamed = policy_of(task.model)[2], tmp_path / "keep_2"
+    shutil.copytree(unbroken / "global_step_2", renamed)
+    assert resume.find_checkpoint(str(renamed), tmp_path, ranks) == renamed
+    shutil.copytree(unbroken / "global_step_2", tmp_path / "global_step_2")
+    assert resume.find_checkpoint(str(renamed), tmp_path, ranks) == renamed
+    shutil.copytree(unbroken / "global_step_3", tmp_path / "global_step_3")
+    with pytest.raises(ValueError, match="holds checkpoints up to step 3, of"):
+        resume.find_checkpoint(str(renamed), tmp_path, ranks)
+
+
 def test_a_run_that_goes_on_from_elsewhere_has_saved_nothing_itself(task, policy_of, tmp_path):
     policy, optimizer, ranks = policy_of(task.model)
     trained = {"actor": (policy, optimizer)}

@@ -250,6 +250,15 @@ def test_a_vision_tower_learns_only_if_there_are_images():
     assert not LoRA().keeps_weights
 
 
+def test_only_the_policy_needs_routers_for_the_loss_that_evens_out_experts(task):
+    LoRA(router_aux_loss_coef=0.1).check_model("a model that is not even looked for")
+    LoRA().check_policy("a model that is not even looked for")
+    with pytest.raises(ValueError, match=r"--router-aux-loss-coef 0\.1 needs a mixture of experts"):
+        LoRA(router_aux_loss_coef=0.1).check_policy(task.model)
+    with pytest.raises(ValueError, match="--model /no/such/model"):  # which is looked at before
+        training.check(build(sft.Args, model="/no/such/model", router_aux_loss_coef=0.1, train_files=("x.jsonl",)))
+
+
 def test_every_sampler_has_a_gpu_of_its_own_name():
     cpu = SimpleNamespace(device=torch.device("cpu"))
     assert devices_of(SamplerFlags(samplers=2), cpu) == devices_of(SamplerFlags(2, ("0", "0")), cpu) == [None, None]

@@ -130,8 +130,7 @@ def test_a_run_names_packages_that_are_newer_than_what_was_tested(start, capsys,
 
 
 def test_a_resumed_run_says_which_steps_are_left(start, capsys):
-    more = "no steps left (raise --total-training-steps or --total-epochs to learn more)"
-    for saved, left in ((3, "steps 4-5"), (5, more)):
+    for saved, left in ((3, "steps 4-5"), (5, "no steps left")):
         run, _, _ = start(save_freq=saved)
         run.begin_step(saved, {})
         run.saver.settle()
@@ -140,6 +139,20 @@ def test_a_resumed_run_says_which_steps_are_left(start, capsys):
         run, _, _ = start()
         resumed = f"resumed from {run.folder.root}/global_step_{saved}, {left}, 1 rank(s), 16 rows per step"
         assert resumed in capsys.readouterr().out
+        run.folder.release()
+
+
+def test_a_run_without_a_step_left_says_before_it_loads_a_model_what_to_do(start, capsys):
+    run, _, _ = start(save_freq=5)
+    assert "steps are done" not in capsys.readouterr().out
+    run.begin_step(5, {})
+    run.saver.settle()
+    run.folder.release()
+    for logger in (("console",), ()):
+        run, _, _ = start(logger=logger)
+        before_models, _, _ = capsys.readouterr().out.partition("start | ranks and folder of the run")
+        assert f"{run.folder.root}/global_step_5: all 5 steps are done; raise --total-training-steps" in before_models
+        assert "Another run needs an --experiment-name of its own\n" in before_models
         run.folder.release()
 
 
