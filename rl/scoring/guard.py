@@ -29,14 +29,12 @@ def begin_worker() -> socket.socket:
     die_with_parent(signal.SIGTERM)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    worker = os.fork()
-    if worker == 0:
+    if (worker := os.fork()) == 0:
         die_with_parent()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         sys.stdout.reconfigure(line_buffering=True)  # pyrefly: ignore[missing-attribute]  # the process may be killed at any moment
-        starter = socket.socket(fileno=descriptor)
-        starter.set_inheritable(False)
-        return starter
+        os.set_inheritable(descriptor, False)
+        return socket.socket(fileno=descriptor)
     os.close(descriptor)  # the worker holds the only end of the socket
     pid = code = 0
     with contextlib.suppress(ChildProcessError):  # raised when nobody is left

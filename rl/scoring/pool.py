@@ -63,7 +63,8 @@ class Scorer:
         judges: which are not loaded yet.
         extra_info: joins every row's, as response_length (tokens) does.
 
-    Raises ValueError if a function cannot be loaded, or cannot score the first row of every data source.
+    Raises ValueError if a function cannot be loaded, or cannot score the first row of every data source, or if the
+    processes cannot be started.
     """
 
     def __init__(
@@ -89,15 +90,19 @@ class Scorer:
         self.submitted: dict[Sample, tuple[Row, Future, int]] = {}
         self.partner = partner
         self.judges: Sequence[Judge] = ()  # change what the functions gave; they have to be loaded before `collect`
-        setup = self.functions, flags.reward_timeout, flags.reward_memory_mb
-        workers = [Worker(*setup) for _ in range(self.num_workers)]
+        workers, reply = [], {}
+        try:
+            for _ in range(self.num_workers):
+                workers.append(Worker(self.functions, flags.reward_timeout, flags.reward_memory_mb))
+        except OSError as error:
+            reply = {"problem": f"only {len(workers)} processes can be started ({error}); lower --reward-workers"}
         for worker in workers:  # all of them load the functions at the same time
-            reply = worker.load()
-            if "problem" in reply:
-                for started in workers:
-                    started.kill()
-                raise ValueError(f"--custom-reward-function {' '.join(functions)} cannot be loaded: {reply['problem']}")
-            self.batched = reply["batched"]
+            reply = reply if "problem" in reply else worker.load()
+        if "problem" in reply:
+            for worker in workers:
+                worker.kill()
+            raise ValueError(f"--custom-reward-function {' '.join(functions)} cannot be loaded: {reply['problem']}")
+        self.batched = reply["batched"]
         for worker in workers:  # daemons: an executor's threads would be waited for when a trainer fails
             threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
         self.report, self.components = try_functions(self, rows)  # of each data source, names of parts of its scores
@@ -170,11 +175,8 @@ class Scorer:
         reply = worker.score(calls, self.timeout_s, twice=twice)
         seconds = (time.monotonic() - start) / len(calls)
         problem, results = reply.get("problem", ""), reply.get("scored", [(None, {})] * len(calls))
-        without_score = "timeout" if reply.get("is_late") else "error" if problem else "none"
-        if not reply.get("same", True):
-            problem = "the same response scored twice gave two scores; the reward is not a function of its input"
         for i, (value, parts) in zip(asked, results, strict=True):
-            status = without_score if value is None else "ok"
+            status = reply.get("status", "none") if value is None else "ok"
             total = None if value is None else value + outcomes[i].reward
             scores[i] = Score(outcomes[i].text, total, parts, status, seconds)
         if problem:

@@ -1,6 +1,5 @@
 """A worker, as the pool sees it. What runs in it: worker.py."""
 
-import contextlib
 import json
 import signal
 import socket
@@ -20,7 +19,7 @@ TASKS_PER_WORKER = 1000  # then a fresh process takes over, whatever the functio
 class Worker:
     """A process that calls reward functions, and is replaced when it has ended. Args: what `worker.Rewards.load` gets.
 
-    Replies are dicts: the worker's, or {"problem": text, "is_late": whether its time was over} if it has sent none.
+    Replies are dicts: the worker's, or {"problem": text, "status": "error" or "timeout"} if it has sent none.
     """
 
     def __init__(self, *setup: Any):
@@ -29,11 +28,9 @@ class Worker:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # for half a message
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", START_SECONDS, 0))
         self.process = children.start_worker("rl.scoring.worker.main", theirs)
         self.connection, self.num_tasks = Connection(ours.detach()), 0
-        self._send("load", *self.setup)
+        self.connection.send(("load", *self.setup))
 
     def load(self) -> dict[str, Any]:
         """The reply of a new process, see `worker.Rewards.load`."""
@@ -45,38 +42,43 @@ class Worker:
             self.kill()
             self._start()
             if "problem" in (reply := self.load()):
-                self.kill()
                 return reply
         self.num_tasks += 1
-        self._send("score", calls, twice)
-        return self._reply(WALL_FACTOR * timeout_s * len(calls) * (1 + twice))
+        return self._reply(WALL_FACTOR * timeout_s * len(calls) * (1 + twice), "score", calls, twice)
 
-    def _send(self, method: str, *arguments: Any) -> None:
-        with contextlib.suppress(OSError):  # `_reply` says why it takes nothing
-            self.connection.send((method, *arguments))
-
-    def _reply(self, seconds: float) -> dict[str, Any]:
-        """Wait for the reply, JSON. Kills a worker that is late or sends other things."""
+    def _reply(self, seconds: float, *request: Any) -> dict[str, Any]:
+        """Send the request, if there is one, and wait for the reply, JSON. Kills a worker that is late or sends other
+        things.
+        """
         try:
-            if not any(self.connection.poll(seconds / LOOKS) for _ in range(LOOKS)):
-                return self._give_up(f"no score after {seconds:.0f} s; the worker was killed", is_late=True)
+            if request:
+                self._set_timeout(socket.SO_SNDTIMEO, seconds)  # the worker may take half a message
+                self.connection.send(request)
+            left = next((n for n in range(LOOKS, 1, -1) if self.connection.poll(seconds / LOOKS)), 1)
+            self._set_timeout(socket.SO_RCVTIMEO, seconds * left / LOOKS)  # half a message may have come, or nothing
             reply = json.loads(self.connection.recv_bytes(MAX_REPLY))
             if reply.get("is_last"):
                 self.kill()
             return reply
+        except BlockingIOError:  # the socket's timeout
+            status, problem = "timeout", f"no score after {seconds:.0f} s; the worker was killed"
         except (EOFError, ConnectionError):
             self.process.send_signal(signal.SIGCONT)  # a reward function may have stopped the guard
             code = self.process.wait()
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            status, problem = "error", f"the worker process died ({how})"
+            if code == -signal.SIGXCPU:
+                status, problem = "timeout", "no score within --reward-timeout; the worker was killed"
         except (OSError, ValueError, AttributeError, RecursionError) as error:  # a function writes to our socket
-            return self._give_up(f"the worker sent something else: {error}")
-        if code == -signal.SIGXCPU:
-            return self._give_up("no score within --reward-timeout; the worker was killed", is_late=True)
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return self._give_up(f"the worker process died ({how})")
-
-    def _give_up(self, problem: str, *, is_late: bool = False) -> dict[str, Any]:
+            status, problem = "error", f"the worker sent something else: {error}"
         self.kill()
-        return {"problem": problem, "is_late": is_late}
+        return {"problem": problem, "status": status}
+
+    def _set_timeout(self, option: int, seconds: float) -> None:
+        """Let the connection raise BlockingIOError when it can read or write nothing for so many seconds."""
+        timeout = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) or 1)  # all zeros would be no limit
+        with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
+            ours.setsockopt(socket.SOL_SOCKET, option, timeout)
 
     def kill(self) -> None:
         """End the process and all that it started."""

@@ -43,20 +43,21 @@ def try_functions(scorer: Any, rows: Iterable[Row]) -> tuple[str, dict[str, set[
 
 
 def _describe(scorer: Any, row: Row, right: Score, empty: Score) -> str:
-    """What a reference and an empty response scored. A bare truth that earns nothing is tried in ANSWER_FORMS."""
+    """What a reference and an empty response scored. A bare truth that earns nothing is tried in
+    ANSWER_FORMS, and the best one is reported.
+    """
     if no_ground_truth(row):
         return f"without a ground truth, an empty response scores {_show(empty)}"
+    what, truth = "the ground truth", _reference(row)
     if isinstance(row["extra_info"].get("answer"), str):
         what = "the reference answer"
-    elif _value(right) > _value(empty):
-        what = "the ground truth"
-    else:
+    elif _value(right) <= _value(empty):
         what = "the ground truth, in every form tried,"
-        for form in ANSWER_FORMS:
-            [score] = _scores(scorer, row, [form.replace("...", _reference(row))])
-            if _value(score) > _value(empty):
-                what, right = f"the ground truth as {form}", score
-                break
+        for form in ANSWER_FORMS if len(truth) < 1000 else ():  # a long one is a program's tests, and no answer
+            [score] = _scores(scorer, row, [form.replace("...", truth)])
+            if _value(score) > _value(right):
+                right = score
+                what = f"the ground truth as {form}" if _value(score) > _value(empty) else what
     return f"{what} scores {_show(right)}, an empty one {_show(empty)}"
 
 

@@ -10,7 +10,6 @@ import copy
 import importlib.util
 import inspect
 import json
-import math
 import numbers
 import os
 import resource
@@ -21,12 +20,12 @@ import zlib
 from collections.abc import Callable
 from decimal import Decimal
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from rl.scoring.guard import begin_worker
 
+TWO_SCORES = "the same response scored twice gave two scores; the reward is not a function of its input"
 Result = tuple[float | None, dict[str, float]]  # score and components of a response; score None means "no score"
 
 
@@ -40,7 +39,7 @@ def traceback_text() -> str:
 
 def import_file(path: str) -> ModuleType:
     """The module of a user's Python file, which may import its neighbors. Raises whatever importing it raises."""
-    sys.path.append(str(Path(path).resolve().parent))  # behind everything else
+    sys.path.append(os.path.dirname(os.path.realpath(path)))  # behind everything else
     name = f"users_{zlib.crc32(path.encode())}"  # its stem may be the name of another module
     if (spec := importlib.util.spec_from_file_location(name, path)) is None or spec.loader is None:
         raise ValueError(f"{path} is no Python file: its name does not end with .py")
@@ -137,10 +136,13 @@ def score(rewards: list[Reward], calls: list[tuple]) -> list[Result]:
     return list(zip(totals, components, strict=True))
 
 
-def limit(kind: int, most: int) -> None:
-    """Set a limit of this process, or a lower one that the user has set as the hard limit."""
+def limit(kind: int, most: int, *, is_hard: bool) -> None:
+    """Set a limit of this process, or a lower one that the user has set as the hard limit. Args: is_hard, whether this
+    limit cannot be raised any more.
+    """
     hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (soft, soft if is_hard else hard))
 
 
 class Rewards:
@@ -149,16 +151,17 @@ class Rewards:
     def load(self, functions: list[tuple[str, float, str, str]], timeout_s: float, memory_mb: int) -> dict[str, Any]:
         """Load what `parse_functions` returns, under the limits of the flags. Says whether a function takes lists."""
         if memory_mb:
-            limit(resource.RLIMIT_DATA, memory_mb << 20)
+            limit(resource.RLIMIT_DATA, memory_mb << 20, is_hard=True)
         self.timeout_s, self.rewards = timeout_s, [load_reward(*function) for function in functions]
         return {"batched": any(reward.batched for reward in self.rewards)}
 
     def score(self, calls: list[tuple], twice: bool) -> dict[str, Any]:
-        """Score the responses of a task, perhaps twice, and say whether the results were the same."""
-        seconds = math.ceil(time.process_time() + self.timeout_s * len(calls) * (1 + twice))
-        limit(resource.RLIMIT_CPU, seconds)  # beyond it SIGXCPU kills
+        """Score the responses of a task, perhaps twice, and say if the results were not the same."""
+        seconds = 1 + int(time.process_time() + self.timeout_s * len(calls) * (1 + twice))
+        limit(resource.RLIMIT_CPU, seconds, is_hard=False)  # beyond it SIGXCPU kills; the next task has a higher one
         scored = score(self.rewards, calls)
-        return {"scored": scored, "same": not twice or score(self.rewards, calls) == scored}
+        again = score(self.rewards, calls) if twice else scored
+        return {"scored": scored, "problem": "" if again == scored else TWO_SCORES}
 
 
 def main() -> None:
@@ -171,7 +174,8 @@ def main() -> None:
             try:
                 reply = getattr(rewards, method)(*arguments)
             except BaseException as error:  # a reward may raise anything, SystemExit included; the run goes on
-                reply = {"problem": traceback_text(), "is_last": isinstance(error, MemoryError)}
+                is_last = method == "load" or isinstance(error, MemoryError)  # the process is of no use any more
+                reply = {"problem": traceback_text(), "status": "error", "is_last": is_last}
             if os.getpid() != pid:  # a reward function forked, and this is the child
                 os._exit(0)
             connection.send_bytes(json.dumps(reply).encode())

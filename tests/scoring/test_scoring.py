@@ -6,8 +6,10 @@ Reward functions here are source text, run by real worker processes. Takes about
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
+import sys
 import textwrap
 import time
 from dataclasses import replace
@@ -527,6 +529,44 @@ def test_a_function_that_asks_for_input_gets_none(pool, write, capfd):
     assert "EOFError" in capfd.readouterr().err
 
 
+def test_half_a_message_holds_a_task_until_its_deadline_and_no_longer(pool, write, monkeypatch, capfd):
+    monkeypatch.setattr(process, "START_SECONDS", 3600)
+    path = write("""
+        import os, struct, sys
+        if solution_str == "half":
+            os.write(int(sys.argv[1]), struct.pack("!i", 1 << 20) + b"{")
+        return 1.0
+    """)
+    scorer = pool(path, timeout_s=0.5)
+    group = submitted(scorer, row(7), [sample(scorer.tokenizer, 7, "half")])
+    task = scorer.submitted[group[0]][1]
+    until(task.done, 60, "half a message still holds its task")
+    assert statuses(collected(scorer, [group])) == ["timeout"]
+    assert "row 7: no score after 2 s; the worker was killed" in capfd.readouterr().err
+    assert values(score(scorer, "a")) == [1.0]
+
+
+def test_a_worker_that_takes_half_a_task_holds_it_until_its_deadline_and_no_longer(pool, write, monkeypatch, capfd):
+    monkeypatch.setattr(process, "START_SECONDS", 3600)
+    path = write("""
+        import os, signal, threading, time
+        stop = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP))
+        stop.daemon = True
+        if solution_str == "stops":
+            stop.start()
+        return os.getpid()
+    """)
+    scorer = pool(path, timeout_s=0.5)
+    (pid,) = values(score(scorer, "stops"))
+    until(lambda: Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    group = submitted(scorer, row(7, long="x" * 4_000_000), [sample(scorer.tokenizer, 7, "a")])
+    task = scorer.submitted[group[0]][1]
+    until(task.done, 60, "a worker that takes half a task still holds it")
+    assert statuses(collected(scorer, [group])) == ["timeout"]
+    assert "row 7: no score after 2 s; the worker was killed" in capfd.readouterr().err
+    assert statuses(score(scorer, "b")) == ["ok"]
+
+
 # A child, a child in a session of its own, and a daemon: in a session of its own, its parent gone.
 SPAWN = """
 import os, subprocess, time
@@ -656,6 +696,40 @@ def test_memory_is_limited_and_its_end_replaces_the_worker(pool, write, capfd):
     assert capfd.readouterr().err.count("problem") == 1
 
 
+def test_a_function_cannot_raise_its_limit_of_memory(pool, write):
+    path = write("""
+        import resource
+        try:
+            resource.setrlimit(resource.RLIMIT_DATA, (301 << 20, 301 << 20))
+        except ValueError:
+            pass
+        limits = {"data": resource.getrlimit(resource.RLIMIT_DATA), "cpu": resource.getrlimit(resource.RLIMIT_CPU)}
+        return {"score": 1.0} | {f"{name}_{i}": x for name, pair in limits.items() for i, x in enumerate(pair)}
+    """)
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    scorer = pool(path, memory_mb=300)
+    for result in score(scorer, "a", "b"):
+        parts = result.components
+        assert (parts["data_0"], parts["data_1"]) == (300 << 20, 300 << 20)
+        assert parts["cpu_0"] > 0 and parts["cpu_1"] == hard  # each task raises the soft one
+
+
+@pytest.mark.parametrize(
+    ("users", "most", "is_hard", "expected"),
+    [
+        (400, 300, True, (300, 300)),
+        (400, 300, False, (300, 400)),
+        (400, 500, True, (400, 400)),
+        (400, 500, False, (400, 400)),
+    ],
+)
+def test_a_lower_hard_limit_of_the_user_holds(users, most, is_hard, expected):
+    code = "import resource as r, sys; from rl.scoring.worker import limit\nkind = r.RLIMIT_CPU\n"
+    code += f"r.setrlimit(kind, (200, {users})); limit(kind, {most}, is_hard={is_hard}); print(r.getrlimit(kind))"
+    said = subprocess.check_output([sys.executable, "-c", code], cwd=launch.ROOT, text=True)
+    assert said == f"{expected}\n"
+
+
 def test_a_memory_error_says_so(pool, write, capfd):
     assert statuses(score(pool(write("return len('x' * 10**9)"), memory_mb=300), "a")) == ["error"]
     assert "MemoryError" in capfd.readouterr().err
@@ -718,6 +792,27 @@ def test_workers_leave_the_machine_to_the_trainer(pool, write):
 def test_ranks_share_the_cores(pool, write, monkeypatch, ranks, expected):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert pool(write("return 1.0"), workers=None).num_workers == expected
+
+
+@pytest.mark.parametrize("started", [0, 2])
+def test_processes_that_cannot_be_started_are_a_mistake_in_reward_workers(pool, write, monkeypatch, started):
+    start_worker, processes = process.children.start_worker, []
+
+    def start(function, theirs):
+        if len(processes) == started:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        processes.append(start_worker(function, theirs))
+        return processes[-1]
+
+    monkeypatch.setattr(process.children, "start_worker", start)
+    path = write("return 1.0")
+    with pytest.raises(ValueError, match="--custom-reward-function") as error:
+        pool(path, workers=4)
+    assert str(error.value) == (
+        f"--custom-reward-function {path} cannot be loaded: only {started} processes can be started "
+        "([Errno 11] Resource temporarily unavailable); lower --reward-workers"
+    )
+    assert len(processes) == started and all(x.returncode is not None for x in processes)  # they were waited for
 
 
 TRAINER = """
@@ -788,6 +883,26 @@ def test_check_scores_the_reference_and_an_empty_response_of_every_source(pool, 
         "swapped: the reference answer scores -0.25, an empty one -0.25"
     )
     assert capfd.readouterr().err == "" and collected(scorer, []) == []
+
+
+def test_check_reports_the_best_form_of_an_answer(pool, write):
+    body = "return 1.0 if solution_str == '#### 42' else 0.1 if solution_str.startswith('Answer:') else 0.0"
+    said, _ = try_functions(pool(write(body)), [row(0, truth="42")])
+    assert said == "rewards: set: the ground truth as #### ... scores 1, an empty one 0"
+    body = "return -1.5 if solution_str.startswith('Answer') else -2.0 if solution_str else -1.0"
+    said, _ = try_functions(pool(write(body, name="b.py")), [row(0, truth="42")])
+    assert said == "rewards: set: the ground truth, in every form tried, scores -1.5, an empty one -1"
+
+
+@pytest.mark.parametrize(("length", "tried"), [(999, 6), (1000, 2)])
+def test_check_takes_a_long_ground_truth_for_no_answer(pool, write, tmp_path, length, tried):
+    """It is the tests of a program, which would run in every form."""
+    path = write(f"open({str(tmp_path / 'calls')!r}, 'a').write('x')\nreturn 0.0")
+    scorer = pool(path)
+    assert try_functions(scorer, [row(0, truth="a" * length)])[0].endswith(
+        "in every form tried, scores 0, an empty one 0"
+    )
+    assert len((tmp_path / "calls").read_text()) == tried
 
 
 def test_check_finds_rows_without_a_ground_truth_that_a_function_cannot_score(pool, write, capfd):
