@@ -28,9 +28,9 @@ from launch import ROOT
 LIMITS = {
     "core": 3301,
     "wall": 1619,
-    "import train_grpo": 4231,
+    "import train_grpo": 4230,
     "import sft": 2535,
-    "import eval": 1484,
+    "import eval": 1483,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
