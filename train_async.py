@@ -198,7 +198,8 @@ def main(args: Args) -> dict[str, float]:
         # Held-out prompts were answered beside all this, by the weights that the step began with.
         run.evaluate_if_due(samplers.evaluate)
 
-        # 7. Report: losses are means over updates, other metrics means over all tokens of all ranks.
+        # 7. Report: losses are means over updates; entropy, clipping and the like are means over all tokens;
+        # scores, advantages and lengths are described over all responses.
         step_metrics = {
             **metrics.of_sampled(responses, args.rollout_n),
             **metrics.describe("critic/rewards", scores_PG),

@@ -244,7 +244,8 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # 6. Report: losses are means over updates, other metrics means over all tokens of all ranks.
+        # 6. Report: losses are means over updates; entropy, clipping and the like are means over all tokens;
+        # scores, advantages and lengths are described over all responses.
         judged = [r for group in sampled or groups for r in group]  # kept or not
         step_metrics = {
             **metrics.of_sampled(judged, args.rollout_n),

@@ -82,7 +82,7 @@ def main(args: Args) -> dict[str, float]:
     run = Run(args, task.tokenizer, task.total_steps)  # joins the ranks, and takes the run's folder
     ranks, longest, sampling = run.ranks, task.longest, task.sampling
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
-    sampler = open_sampler(args, task, run)  # starts the engine too, which sleeps whenever the policy learns
+    sampler = open_sampler(args, task, run)  # starts the engine, which by default sleeps while we learn
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.use_kl_loss else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     # Loads a checkpoint if the run has one, tries out the largest micro-batch, and starts the trackers.
@@ -109,7 +109,7 @@ def main(args: Args) -> dict[str, float]:
             mini_batch_size=(args.ppo_mini_batch_size or args.train_batch_size) * args.rollout_n,
             max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
-            version=sampler.version,  # how often weights were pushed, which says how old each token is
+            version=sampler.version,  # number of the newest weights: tells how old each token is
         )  # (b, T)
         num_updates = len(updates) * args.ppo_epochs
         run.may_stop_after("batch")
@@ -179,7 +179,8 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # 6. Report: losses are means over updates, other metrics means over all tokens of all ranks.
+        # 6. Report: losses are means over updates; entropy, clipping and the like are means over all tokens;
+        # scores, advantages and lengths are described over all responses.
         step_metrics = {
             **metrics.of_sampled(responses, args.rollout_n),
             **metrics.describe("critic/rewards", scores_PG),

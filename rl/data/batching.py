@@ -29,7 +29,7 @@ class Update(NamedTuple):
 def collate(
     samples: Sequence[Sample], *, pad_id: int = 0, rows: Sequence[int] | None = None, width: int | None = None
 ) -> Batch:
-    """Samples -> right-padded Batch on the host: (B, T) with T the longest prompt + response, or `width`.
+    """Samples -> right-padded Batch on the host: (b, T) with T the longest prompt + response, or `width`.
 
     response_mask marks sampled tokens by position, never by id, so that `pad_id == eos_id` changes nothing:
     the EOS a policy sampled is trained on, the padding after it is not.
@@ -80,9 +80,10 @@ def plan_micro_batches(
     """Split the rows of one optimizer step over ranks and micro-batches: plan[rank][micro] is a list of rows.
 
     The rows are cut, in their order, into micro-batches of at most `max_tokens`; a longer row gets one of its own.
-    Every rank has equally many, as few as possible, and the largest one is as small as possible. Ranks wait for each
-    other in every micro-batch, so those of about one size run side by side, and ranks with fewer get empty lists. A
-    pure function of its arguments: all ranks agree on the plan without talking.
+    Every rank gets the same number of micro-batches, as few as possible, and the largest is as small as possible. Ranks
+    wait for each other in every micro-batch, so those of similar size run at the same time. If there are not enough
+    for all ranks, some ranks get empty lists at the end. This is a pure function of its arguments, so all ranks agree
+    on the plan without talking.
 
     Args: shared, the `shared_prefix` of every row, tokens that cost nothing in the micro-batch of the row above it.
 
@@ -176,10 +177,10 @@ def make_batch(
         mini_batch_size, max_tokens, rows_per_unit: as for `plan_updates`.
         shuffle_seed: with this seed responses are drawn for each mini-batch at random from those that are left; only
             for one row a unit.
-        version: how often weights were pushed until now, from which the ages of tokens follow; None if nobody asks.
+        version: the number of the newest weights, from which the ages of tokens follow; None if nobody asks.
 
-    Returns: the batch of this rank's rows, padded to the longest response of any rank, and the updates. All data ranks
-    must enter.
+    Returns: the batch of this rank's rows, padded to the longest prompt + response of any rank, and the updates. All
+    data ranks must enter.
     """
     if trainable is None:
         trainable = torch.tensor([r.score.value is not None for r in responses], dtype=torch.bool)

@@ -1,6 +1,7 @@
 """Files in, checked rows out: parquet or jsonl, in verl's schema for RL.
 
-Every mistake in the data is a ValueError before any model is loaded: it names the file, the row, the value and the fix.
+Mistakes in the data are found before any model is loaded. A file that is missing is a FileNotFoundError, and everything
+else a ValueError, which names the file, the row, the value and the fix, where these exist.
 """
 
 import json

@@ -4,8 +4,9 @@ A row is a prompt of the data. A request asks an engine for one response to it, 
 A sample is the finished response with its score; in a conversation it has the tokens of several completions. A batch
 has the samples that one rank trains on, as tensors.
 
-Axes: P prompts of a step, G responses per prompt, B = P * G sequences, T tokens (prompt + response, right-padded), V
-vocabulary. Every per-token tensor is (B, T) and aligned: position t describes token t given the tokens before it.
+Axes: P prompts of a step, G responses per prompt, B = P * G sequences of the step, b of them on this rank, T tokens
+(prompt + response, right-padded), V vocabulary. Every per-token tensor of a Batch is (b, T) and aligned: position t
+describes token t given the tokens before it.
 """
 
 import math
@@ -90,7 +91,8 @@ class Score(NamedTuple):
     text: str  # the response without special tokens, as the reward function saw it; "" on the other ranks
     value: float | None
     components: dict[str, float]
-    status: Literal["ok", "none", "error", "timeout"]  # none: the function said that it cannot tell
+    # none: the function said that it cannot tell, or it was not asked, because the partner failed or the run stops
+    status: Literal["ok", "none", "error", "timeout"]
     seconds: float
 
     @property
@@ -117,17 +119,19 @@ class Sample:
     response_ids: np.ndarray  # int32
     response_mask: np.ndarray  # int8: 1 on tokens that the policy sampled, 0 on what it was told in between
     rollout_logprobs: np.ndarray  # float32
-    finish_reason: str
+    finish_reason: str  # as in Completion, or "error" if the policy's partner, such as an environment, has failed
     row_index: int
     outcome: Outcome | None = None  # what the policy's partner says of the response, if there is a partner
     columns: Columns = field(default_factory=dict)
     score: Score = None  # pyrefly: ignore[bad-assignment]  # see above; without the text on other ranks
     data_source: str = ""  # of its row
-    response_length: int = 0  # tokens
-    num_sampled: int = 0  # those of them that the policy sampled
+    response_length: int = 0  # all response tokens, with what a partner said; --max-response-length limits these
+    num_sampled: int = 0  # those that the policy sampled; metrics and reward functions call this response_length
     rank: int = 0  # the rank that sampled it, and has its tokens
     number: int = 0  # its place among the samples of that rank
-    shared: int = 0  # how many tokens it has in common with the sample before it, counted from the start of the prompt
+    # How many tokens, counted from the start of the prompt, it has in common with the sample before it, if that answers
+    # the same row; otherwise 0.
+    shared: int = 0
 
     def __post_init__(self):
         dtypes = dict(prompt_ids="int32", response_ids="int32", response_mask="int8", rollout_logprobs="float32")
@@ -169,17 +173,17 @@ class Batch:
     per-token tensors where the mask is 0. Optional tensors are None until a phase of the step makes a Batch with them.
     """
 
-    input_ids: torch.Tensor  # (B, T) int64
-    lengths: torch.Tensor  # (B,) int64, prompt + response
-    response_mask: torch.Tensor  # (B, T) float32
-    rollout_logp: torch.Tensor  # (B, T) float32, by the engine that sampled
-    old_logp: torch.Tensor | None = None  # (B, T) by the policy as it was when the step began
-    ref_logp: torch.Tensor | None = None  # (B, T) by the frozen reference, or the teacher
-    advantages: torch.Tensor | None = None  # (B, T)
-    values: torch.Tensor | None = None  # (B, T)
-    returns: torch.Tensor | None = None  # (B, T)
-    rows: torch.Tensor | None = None  # (B,) int64, ascending: which of the step's responses each row is; None: 0..B-1
-    share: torch.Tensor | None = None  # (B,) float32, tokens of a row / tokens of its update, on all ranks
+    input_ids: torch.Tensor  # (b, T) int64
+    lengths: torch.Tensor  # (b,) int64, prompt + response
+    response_mask: torch.Tensor  # (b, T) float32
+    rollout_logp: torch.Tensor  # (b, T) float32, by the engine that sampled
+    old_logp: torch.Tensor | None = None  # (b, T) by the policy as it was when the step began
+    ref_logp: torch.Tensor | None = None  # (b, T) by the frozen reference, or the teacher
+    advantages: torch.Tensor | None = None  # (b, T)
+    values: torch.Tensor | None = None  # (b, T)
+    returns: torch.Tensor | None = None  # (b, T)
+    rows: torch.Tensor | None = None  # (b,) int64, ascending: which of the step's responses each row is; None: 0..b-1
+    share: torch.Tensor | None = None  # (b,) float32, tokens of a row / tokens of its update, on all ranks
     # (B, T, ...) by name, see `Columns`. In the place of "versions" a batch has "ages", int32: pushes of weights since
     # a token was sampled, and -1 for one that was not. Phases of a step may add columns of any dtype.
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)

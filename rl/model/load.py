@@ -1,4 +1,4 @@
-"""Models of transformers on the host, made ready for this package, and their weights as engines and files know them.
+"""Models of transformers: read, sharded over the ranks and tested, and their weights as engines and files know them.
 
 Every model is tested when it is loaded: do packed sequences give what its own forward gives for each of them alone?
 """
@@ -96,7 +96,10 @@ def published(model: PreTrainedModel, named_tensors: Iterable[tuple[str, Tensor]
 
 
 def weights_for_engine(policy: PreTrainedModel, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) for `update_weights` of an engine, in the compute precision. All ranks must iterate."""
+    """(name, whole tensor) for `update_weights` of an engine. All ranks must iterate.
+
+    Parameters are in the compute precision. Buffers, and what families have added, keep their own.
+    """
     return exported(policy, itertools.chain(full_tensors(policy, ranks.dtype), buffers_in_files(policy)))
 
 

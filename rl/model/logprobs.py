@@ -2,8 +2,9 @@
 
 `token_logprobs` strips the padding of a (b, T) batch, runs the model once over one packed row of N real tokens, applies
 the LM head in chunks to the positions that predict response tokens, and scatters the results back to (b, T). No caller
-sees a packed tensor, and the model sees the prompt of a group once. Other heads use `run_on_responses` or `run_packed`.
-What models other than dense decoders of text need besides: family.py.
+sees a packed tensor. A prompt that neighboring rows of a micro-batch share is computed once. Models that cannot run so
+use another layout, such as padded rows. Other heads use `run_on_responses` or `run_packed`. What models other than
+dense decoders of text need besides: family.py.
 """
 
 import functools
@@ -69,7 +70,7 @@ def token_logprobs(
 
 
 def fixed_logprobs(model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL) -> Tensor:
-    """`token_logprobs` without gradients of all rows of a batch: (B, T) on the host. All ranks must enter."""
+    """`token_logprobs` without gradients of all rows of a batch: (b, T) on the host. All ranks must enter."""
     return over_micro_batches(model, batch, updates, response_logprobs, sampling, False)[0]
 
 

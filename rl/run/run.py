@@ -215,8 +215,8 @@ class Run:
             yield micro_rows
 
     def evaluation_is_due(self) -> bool:
-        """Whether held-out data is evaluated now: before the first step if --val-before-train, then after every
-        --test-freq steps and after the last one; with 0 or less, never.
+        """Whether held-out data is evaluated now. Before the first step --val-before-train alone decides. After that it
+        is evaluated every --test-freq steps and after the last step, and if --test-freq is 0 or less, not any more.
         """
         flags, step = getattr(self.args, "validation", self.args), self.step
         if step == 0 and hasattr(flags, "val_before_train"):

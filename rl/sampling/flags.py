@@ -23,7 +23,7 @@ class Decoding:
 class Validation:
     """evaluation on held-out prompts"""
 
-    test_freq: Free[Every] = 10  # evaluate every this many steps and at the end; -1 never
+    test_freq: Free[Every] = 10  # evaluate every this many steps and at the end; -1: only before the first step
     val_before_train: Free[bool] = True  # evaluate the untrained policy first (step 0)
     val_n: Free[Few] = 1  # responses to each held-out prompt; more than one need --val-temperature
     val_temperature: Free[TemperatureOr0] = 0.0  # of these responses; 0 is greedy

@@ -44,7 +44,9 @@ class Trajectory:
         self.columns: dict[str, np.ndarray] = {"versions": np.empty(0, np.int32)}
 
     def request(self) -> Request:
-        """What the engine is to sample next. The seed depends on the turn, not on when it begins."""
+        """What the engine is to sample next. Its seed depends on the turn and on how many tokens the response has so
+        far, and not on what else the engine samples at that time.
+        """
         seed = None if self.seed is None else derive_seed(self.seed, self.turns, len(self.ids))
         rest = replace(self.sampling, max_tokens=self.sampling.max_tokens - len(self.ids))
         return Request(self.key, [*self.row["prompt_ids"], *self.ids], rest, seed)
@@ -154,7 +156,9 @@ class Loop:
                 self.waiting.add(x.key)
 
     def is_open(self) -> bool:
-        """Whether any response is in flight, of this rank or of one that shares the engine."""
+        """Hand pending requests to the engine, and return whether any response is in flight, of this rank or of one
+        that shares the engine. Ranks that share it must enter together.
+        """
         if self.pending:
             self.engine.add([self.trajectories[key].request() for key in self.pending])
             self.pending = []

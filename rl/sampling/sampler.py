@@ -3,7 +3,7 @@
     sampler = open_sampler(args, task, run)           see rl/run/task.py
     for step in ...:
         responses = sampler.sample(policy, step)      G responses to each of the step's P prompts, on all ranks
-    sampler.evaluate(policy)                          the same for held-out prompts
+    sampler.evaluate(policy)                          metrics of responses to held-out prompts
 
 A step has these phases: the engine wakes and gets the policy's weights (update_weights), it samples (gen), the
 trainer computes the log-probs of a few responses and compares them with the engine's (verify), and the scores of the
@@ -84,7 +84,7 @@ class Sampler:
 
     @property
     def version(self) -> int:
-        """How often the engine was given weights."""
+        """The number of the engine's weights. Each push adds one, and a resumed run counts on from its first step."""
         return self.engine.policy_version
 
     def wake(self, policy: nn.Module) -> None:
@@ -146,7 +146,10 @@ class Sampler:
         self.end_phase("verify")
 
     def evaluate(self, policy: nn.Module) -> Evaluation:
-        """Score --val-n responses of the policy to each held-out prompt, sampled as the other --val flags say."""
+        """Score --val-n responses of the policy to each held-out prompt, sampled as the other --val flags say.
+
+        The engine stays awake, so that `sample` need not push the weights again. These responses are not checked.
+        """
         self.wake(policy)
         task, own_rows = self.task, self.ranks.own_slice(self.task.val_rows)
         own_samples = self.ask(own_rows, task.validation.settings(task.sampling))

@@ -63,7 +63,7 @@ def check_engine(
     num_probe: int = 4,
     version: int | None = None,
 ) -> float:
-    """Score a few fresh samples of every rank with the trainer, and compare with the engine's own log-probs.
+    """Compute the log-probs of a few fresh samples of every rank with the trainer, and compare them with the engine's.
 
     With `version`, `engine.policy_version`, only tokens count that the weights of the last push have sampled. The pass
     has at most as many tokens as a micro-batch: long samples are cut, since under a causal mask what follows a token
@@ -74,9 +74,10 @@ def check_engine(
     temperature, a broken kernel. The default limit is 1e-4 in float32 and 0.06 in bfloat16, where 0.004 to 0.04 is
     normal, more for larger models; for a quantized engine it is 0.3.
 
-    Rounding goes both ways and leaves a mean difference of 0.001. So it is an error too if tokens were likelier to the
-    engine by more than a sixth of the limit on average, and not by chance (four standard errors). With top-k and the
-    like that is normal: the engine samples tokens at the edge that rounding has moved into its set.
+    Rounding errors have both signs, so the signed mean of the differences stays near 0.001 in bfloat16. It is therefore
+    also an error if tokens are likelier to the engine by more than a sixth of the limit on average, after four
+    standard errors are subtracted to allow for chance. With top-k and the like that is normal: the engine samples
+    tokens at the edge that rounding has moved into its set.
     """
     usual = 0.3 if rollout.is_quantized else 1e-4 if ranks.dtype == torch.float32 else 0.06
     limit = rollout.max_logprob_gap or usual

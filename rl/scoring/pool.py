@@ -61,7 +61,8 @@ class Scorer:
         rows: on which the functions are tried, see `trial.try_functions`; `report` says what they have scored.
         partner: of the policy, see `rl.sampling.loop.Partner`, if there is one.
         judges: which are not loaded yet.
-        extra_info: joins every row's, as response_length (tokens) does.
+        extra_info: what reward functions get in addition to the extra_info of each row. They also get response_length,
+            the number of tokens that the policy sampled.
 
     Raises ValueError if a function cannot be loaded, or cannot score the first row of every data source, or if the
     processes cannot be started.

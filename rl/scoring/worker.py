@@ -1,7 +1,7 @@
 """The process that calls reward functions: one task in, one result out, until its connection closes. See pool.py.
 
 Tasks arrive as pickles from the trainer; results go back as JSON, so that nothing a reward function returns can do more
-than be a number. This file imports the standard library and the user's files only. guard.py says how such a process
+than be a number. This file imports the standard library, the user's files, and guard.py, which says how such a process
 begins and ends.
 """
 

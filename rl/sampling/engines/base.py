@@ -50,7 +50,7 @@ class Engine:
         self.first_rank = ranks.rank  # of those that share this engine: they sample with one seed
         self.group: dist.ProcessGroup | None = None  # of those ranks, for objects on the host; None for one rank alone
         self.memory = 0  # bytes on the device that `sleep` gives back, as `make_engine` has seen it
-        self.policy_version = 0  # how often weights were pushed
+        self.policy_version = 0  # number of the weights: each push adds one; a resumed run sets it to its first step
         self.routing: np.dtype | None = None  # of completions' column "routed_experts", if they have one
         self.keys: set[Hashable] = set()  # of this rank's requests that have not come back
         self.new: list[Request] = []  # those of them that have not begun

@@ -119,7 +119,7 @@ class Engine(base.Engine):
                 say(f"vLLM {vllm.__version__} was not tested with our shortcuts: generation takes about a third longer")
 
     def has_requests(self, *, waiting: bool = False) -> bool:
-        """See `base.Engine`."""
+        """See `base.Engine`. Hands new requests to vLLM first."""
         self._take_new()
         return bool(self.in_flight) or any(self.of_group(waiting))
 
@@ -202,7 +202,9 @@ class Engine(base.Engine):
         self._count_push(self.in_flight.values())
 
     def sleep(self) -> None:
-        """See `base.Engine`. Frees vLLM's weights and KV cache (level 2: nothing is kept)."""
+        """See `base.Engine`. Frees vLLM's weights and KV cache (level 2: nothing is kept). It does nothing on a CPU,
+        with --no-free-cache-engine, or if the engine has loaded weights of its own.
+        """
         if self.can_sleep:
             self.llm.sleep(level=2)
 
