@@ -118,11 +118,9 @@ def rows_file(model: str, prompt: int) -> str:
     """A file with a prompt of so many tokens. The model gets a tokenizer that makes one token of each digit."""
     arithmetic.make_tokenizer().save_pretrained(model)
     file = Path(model) / f"rows-{prompt}.jsonl"
-    file.write_text(json.dumps({"data_source": "noise", "prompt": "1" * prompt, "reward_model": NO_TRUTH}) + "\n")
+    truth = {"style": "rule", "ground_truth": ""}
+    file.write_text(json.dumps({"data_source": "noise", "prompt": "1" * prompt, "reward_model": truth}) + "\n")
     return str(file)
-
-
-NO_TRUTH = {"style": "rule", "ground_truth": ""}
 
 
 def args_of(run: dict[str, Any]) -> Any:
