@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.flops import train_flops  # noqa: E402
 from benchmarks.make_model import Random, config_of  # noqa: E402
 from extras.families import delta_rule, recurrent, ways  # noqa: E402
 from extras.lora import LoRA  # noqa: E402
-from extras.plan.flops import train_flops  # noqa: E402
 from rl.data.batching import collate, plan_micro_batches  # noqa: E402
 from rl.data.types import Batch, Sample, take_rows  # noqa: E402
 from rl.model import load as models  # noqa: E402

@@ -43,8 +43,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import train_grpo  # noqa: E402
 from benchmarks import make_model  # noqa: E402
+from benchmarks.flops import train_flops  # noqa: E402
 from data import arithmetic  # noqa: E402
-from extras.plan.flops import train_flops  # noqa: E402
 from rl.data import batching  # noqa: E402
 from rl.data.encode import encode_prompts  # noqa: E402
 from rl.data.rows import read_rows  # noqa: E402

@@ -115,13 +115,13 @@ def of_this_machine(host_gib: float | None = None) -> Machine:
     """The GPUs of this machine, by nvidia-smi, which makes no CUDA context. Raises ValueError if there is none."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()
     except (OSError, subprocess.CalledProcessError):
-        raise ValueError(
-            "--plan: this machine has no GPU that nvidia-smi can see; name the GPUs, such as --plan h100x8"
-        ) from None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    lines = out.strip().splitlines()[: None if visible is None else len(visible.split(","))]
+        lines = []
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        lines = lines[: len(visible.split(",")) if visible else 0]
+    if not lines:
+        raise ValueError("--plan: this machine has no GPU that nvidia-smi can see; name the GPUs, such as --plan h100x8")
     return machine_of("\n".join(lines), host_memory() / GIB if host_gib is None else host_gib)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 from extras.plan import Hardware, PlanFlags, budget_of, compiling_pays, seconds
 from extras.plan.cards import GIB, PER_HOST, Machine, named
 from extras.plan.memory import Model, engine_bytes
-from extras.plan.step import Setting, Step, generate_s, step_of
+from extras.plan.step import Setting, Step, sampling_s, step_of
 from extras.plan.ways import AUTO, Choice, DoesNotFit, check_share, choose, engine_of, gib_by_phase, load_of, spell
 from extras.plan.work import Work, work_of
 from rl.flags import change, check_limits, flat
@@ -75,7 +75,7 @@ def plan_of(args: Any, machine: Machine, response_length: float | None = None) -
         run = Setting(v, card, load, choice.way, engine)
         step = step_of(run, work)
         if work.evaluations:
-            evaluation = generate_s(run, work._replace(prompts=work.questions, answers=1))
+            evaluation = sampling_s(run, work._replace(prompts=work.questions, answers=1))
     start = seconds.start_s(policy.sizes, samples=work.prompts > 0)
     script = Path(sys.modules[type(args).__module__].__file__).stem
     return Plan(script, machine, work, policy, choice, args.memory.compile, step, start, evaluation)

@@ -58,7 +58,7 @@ def step_of(run: Setting, work: Work) -> Step:
     if work.prompts:
         sleeps = run.flags["free_cache_engine"] and not run.samplers
         phases["update_weights"] = seconds.push_s(run.engine.sizes, sleeps=sleeps, to_others=run.samplers > 0)
-        phases["gen"] = generate_s(run, work)
+        phases["gen"] = sampling_s(run, work)
     for phase in work.phases:
         phases[phase.name] = phases.get(phase.name, 0.0) + phase_s(run, work, phase)
     phases["others"] = seconds.other_s(work.rows) if work.prompts else seconds.DATA_S
@@ -76,7 +76,7 @@ def step_of(run: Setting, work: Work) -> Step:
     return Step(phases | {"gen": whole - trained}, whole, tokens, (note,))
 
 
-def generate_s(run: Setting, work: Work) -> float:
+def sampling_s(run: Setting, work: Work) -> float:
     """Seconds in which all engines answer the prompts of a step."""
     n, slots = math.ceil(work.prompts * work.answers / run.engines), run.slots(work.lengths)
     prompts = work.prompts / run.engines

@@ -131,12 +131,19 @@ def test_alone_it_means_this_machine_and_under_torchrun_its_ranks(model, capsys,
     program.write_text("#!/bin/sh\nyes 'NVIDIA H100 80GB HBM3, 81559' | head -4\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name in ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE"):  # other tests may have set them in this process
+        monkeypatch.delenv(name, raising=False)
     args = args_of(TRAINING["grpo"], model, plan_host_memory=500.0)
     assert planned(args, capsys)[1].startswith("train_grpo.py fits on 4 x H100 80 GB, 500 GiB of host memory\n")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert planned(args, capsys)[1].startswith("train_grpo.py fits on 2 x H100 80 GB")
     assert planned(args_of(TRAINING["async"], model), capsys)[1].startswith("train_async.py fits on 3 x H100 80 GB")
     assert planned(args, capsys, "h200x4")[1].startswith("train_grpo.py fits on 4 x H200")
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert planned(args, capsys)[1].startswith("train_grpo.py fits on 2 x H100 80 GB")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hides every GPU
+    assert "no GPU that nvidia-smi can see" in str(planned(args, capsys)[0])
 
 
 # --- what is planned

@@ -20,7 +20,7 @@ CASES = [
      "test_grpo test_ppo test_checkpoint test_engines"),
     ("extras/judges/critic.py", "test_critic test_ppo test_lora_runs",
      "test_grpo test_engines test_ledger"),
-    ("extras/plan/flops.py", "test_plan test_ways", "test_grpo test_ppo test_checkpoint"),
+    ("extras/plan/compiling.py", "test_plan test_ways", "test_grpo test_ppo test_checkpoint"),
     ("extras/distillation/teacher.py", "test_teacher test_distill", "test_grpo"),
     ("extras/judges/__init__.py", "test_critic test_grpo", "test_losses"),
     # Scripts, programs, pages and others.

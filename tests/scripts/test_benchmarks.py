@@ -63,10 +63,10 @@ from benchmarks import (
     start,
     step_time,
 )
+from benchmarks.flops import train_flops
 from benchmarks.tables import RESULTS
 from data import arithmetic
 from extras.families import delta_rule, recurrent
-from extras.plan.flops import train_flops
 from rl.data.order import prompts_for_step
 from rl.data.template import stop_token_ids
 from rl.flags import change, flat
