@@ -121,7 +121,9 @@ def of_this_machine(host_gib: float | None = None) -> Machine:
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         lines = lines[: len(visible.split(",")) if visible else 0]
     if not lines:
-        raise ValueError("--plan: this machine has no GPU that nvidia-smi can see; name the GPUs, such as --plan h100x8")
+        raise ValueError(
+            "--plan: this machine has no GPU that nvidia-smi can see; name the GPUs, such as --plan h100x8"
+        )
     return machine_of("\n".join(lines), host_memory() / GIB if host_gib is None else host_gib)
 
 
