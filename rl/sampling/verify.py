@@ -1,6 +1,5 @@
 """Does the engine hold the policy's weights? The trainer computes the log-probs of a few samples and compares."""
 
-import bisect
 import contextlib
 import math
 from collections.abc import Sequence
@@ -11,31 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from rl.data.batching import collate
-from rl.data.types import Batch, Sample, Sampling, take_rows, unknown
+from rl.data.types import Sample, Sampling, take_rows, unknown
 from rl.model.logprobs import token_logprobs
 from rl.ranks import Ranks
 from rl.sampling.engines.flags import EngineFlags
-
-
-def beginnings(batch: Batch, max_tokens: int) -> Batch:
-    """The beginnings of the rows of a batch (b, T), at most `max_tokens` in all, and as equal in length as can be.
-
-    Each goes at least up to its first token with response_mask 1. The last rows are left out if even that is too much,
-    but never the first one.
-    """
-    width = batch.input_ids.shape[1]
-    needed = torch.minimum(batch.lengths, batch.response_mask.argmax(1) + 1)
-    rows = max(1, int((needed.cumsum(0) <= max_tokens).sum()))
-    needed, lengths = needed[:rows], batch.lengths[:rows]
-
-    def tokens(most: int) -> int:
-        return int(torch.maximum(needed, lengths.clamp(max=most)).sum())
-
-    most = bisect.bisect_right(range(width + 1), max_tokens, key=tokens) - 1
-    lengths = torch.maximum(needed, lengths.clamp(max=most))
-    batch = take_rows(batch, range(rows))
-    mask = batch.response_mask * (torch.arange(batch.response_mask.shape[1]) < lengths[:, None])
-    return replace(batch, lengths=lengths, response_mask=mask)
 
 
 def sampled_by(version: int, sample: Sample) -> np.ndarray:
@@ -65,9 +43,8 @@ def check_engine(
 ) -> float:
     """Compute the log-probs of a few fresh samples of every rank with the trainer, and compare them with the engine's.
 
-    With `version`, `engine.policy_version`, only tokens count that the weights of the last push have sampled. The pass
-    has at most as many tokens as a micro-batch: long samples are cut, since under a causal mask what follows a token
-    does not change its log-prob.
+    With `version`, `engine.policy_version`, only tokens count that the weights of the last push have sampled. If the
+    samples of a rank have more tokens than a micro-batch may have, every sample gets a pass of its own.
 
     Returns the mean absolute difference over all probed tokens of all ranks, which must enter. Raises RuntimeError on
     every rank if it is not finite or exceeds --max-logprob-gap: weights that did not reach the engine, a different
@@ -85,15 +62,19 @@ def check_engine(
         fresh = [replace(s, response_mask=sampled_by(version, s)) for s in samples]
         samples = [s for s in fresh if s.num_sampled]
     probe = list(samples[:: max(1, len(samples) // num_probe)])[:num_probe]  # spread over the prompts
+    most = ranks.all_reduce_max(torch.tensor(sum(s.num_tokens for s in probe)))  # tokens of a rank
+    passes = [probe] if most <= policy.packed.max_tokens else [probe[i : i + 1] for i in range(num_probe)]
     zero = np.zeros(1)  # for a rank without samples, which takes part in the pass
-    batch = beginnings(collate(probe or [Sample(zero, zero, zero, zero, "stop", 0)]), policy.packed.max_tokens)
-    batch = take_rows(batch, range(len(batch.lengths)), ranks.device)
+    sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
     with contextlib.ExitStack() as stack:
         seen = [(x, stack.enter_context(x.watched())) for x in policy.packed.families]
-        logp, _ = token_logprobs(policy, batch, sampling=sampling)
+        for part in passes:
+            batch = collate(part or [Sample(zero, zero, zero, zero, "stop", 0)])
+            batch = take_rows(batch, range(len(batch.lengths)), ranks.device)
+            logp, _ = token_logprobs(policy, batch, sampling=sampling)
+            more = ((batch.rollout_logp - logp) * batch.response_mask).double()  # how much more likely to the engine
+            sums += torch.stack([more.abs().sum(), more.sum(), more.square().sum(), batch.response_mask.double().sum()])
     policy.family_metrics = {name: x for kind, what in seen for name, x in kind.metrics(what, ranks).items()}
-    more = ((batch.rollout_logp - logp) * batch.response_mask).double()  # how much more likely to the engine
-    sums = torch.stack([more.abs().sum(), more.sum(), more.square().sum(), batch.response_mask.double().sum()])
     *sums, count = ranks.all_reduce_sum(sums).tolist()
     mean, bias, square = (x / max(count, 1) for x in sums)
     error = math.sqrt(max(square - bias**2, 0.0) / max(count, 1))  # standard error of the bias

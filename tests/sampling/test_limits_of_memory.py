@@ -8,43 +8,14 @@ import torch
 from helpers_data import versions_of
 
 from rl.data.batching import collate
-from rl.data.types import Batch, Sample, Sampling
+from rl.data.types import Sample, Sampling
 from rl.model.load import load_model
 from rl.model.logprobs import token_logprobs
 from rl.sampling import verify
 from rl.sampling.engines.flags import EngineFlags
-from rl.sampling.verify import beginnings
 
 
-@pytest.mark.parametrize(
-    ("lengths", "first", "most", "expected"),
-    [  # tokens of four rows, the place of the first sampled one -> what is kept of each
-        ((10, 20, 30, 40), (4, 4, 4, 4), 100, [10, 20, 30, 40]),
-        ((10, 20, 30, 40), (4, 4, 4, 4), 99, [10, 20, 30, 39]),
-        ((10, 20, 30, 40), (4, 4, 4, 4), 40, [10, 10, 10, 10]),
-        ((10, 20, 30, 40), (4, 4, 4, 4), 43, [10, 11, 11, 11]),  # equal lengths of 11 are 43, of 12 they are 46
-        ((10, 20, 30, 40), (4, 4, 4, 4), 20, [5, 5, 5, 5]),
-        ((10, 20, 30, 40), (4, 4, 4, 4), 19, [6, 6, 6]),  # each would have four tokens: no sampled one
-        ((10, 20, 30, 40), (9, 19, 29, 39), 100, [10, 20, 30, 40]),  # only the last one was sampled
-        ((10, 20, 30, 40), (9, 19, 29, 39), 99, [10, 20, 30]),
-        ((10, 20, 30, 40), (9, 19, 29, 39), 29, [10]),
-        ((10, 20, 30, 40), (4, 15, 4, 4), 31, [5, 16, 5, 5]),  # the second has a long prompt
-        ((40, 20, 30, 10), (38, 2, 2, 2), 30, [39]),  # the prompt alone is more: one sampled token all the same
-        ((40, 40, 40, 40), (2, 2, 2, 2), 2, [3]),
-    ],
-)
-def test_the_check_of_the_engine_has_at_most_the_tokens_of_a_micro_batch(lengths, first, most, expected):
-    position = torch.arange(max(lengths))
-    mask = (position >= torch.tensor(first)[:, None]) & (position < torch.tensor(lengths)[:, None])
-    ids = torch.arange(4)[:, None] * 100 + position
-    batch = beginnings(Batch(ids, torch.tensor(lengths), mask.float(), mask * 0.5), most)
-    assert batch.lengths.tolist() == expected
-    for i, n in enumerate(expected):
-        assert batch.input_ids[i, :n].tolist() == ids[i, :n].tolist()
-        assert batch.response_mask[i].nonzero()[:, 0].tolist() == [*range(first[i], n)]
-
-
-def test_the_check_of_the_engine_measures_the_beginnings_alone(tiny_model, world, monkeypatch):
+def test_the_check_of_the_engine_has_passes_of_at_most_the_tokens_of_a_micro_batch(tiny_model, world, monkeypatch):
     """Log-probs of an engine that are 0.01 too high in the first ten sampled tokens, and 5 behind them."""
     policy, generator = load_model(tiny_model, world, longest=64), torch.Generator().manual_seed(0)
     samples, passes = [], []
@@ -66,11 +37,14 @@ def test_the_check_of_the_engine_measures_the_beginnings_alone(tiny_model, world
         policy.packed = replace(policy.packed, max_tokens=max_tokens)
         return verify.check_engine(policy, samples, Sampling(), EngineFlags(max_logprob_gap=99.0), world, **options)
 
-    assert gap(4 * 18) == pytest.approx(0.01, abs=1e-5)
-    assert gap(4 * 18 - 1, version=2) == pytest.approx(0.01, abs=1e-5)
-    assert gap(2 * 18 - 18) == pytest.approx(0.01, abs=1e-5)  # of the first two only, one token of each
-    assert gap(160) == pytest.approx((10 * 0.01 + 22 * 5) / 32, rel=1e-4)
-    assert passes == [72, 68, 18, 160]
+    expected = (10 * 0.01 + 22 * 5) / 32
+    assert gap(160) == pytest.approx(expected, rel=1e-4) and passes == [160]
+    assert gap(159) == pytest.approx(expected, rel=1e-4) and passes[1:] == [40] * 4
+    assert gap(40, version=2) == pytest.approx(expected, rel=1e-4) and passes[5:] == [40] * 4
+    assert gap(40, num_probe=1) == pytest.approx(expected, rel=1e-4) and passes[9:] == [40]
+    samples[:] = samples[:2]
+    assert gap(79) == pytest.approx(expected, rel=1e-4)  # two passes have nothing but the row of a rank without samples
+    assert passes[10:] == [40, 40, 2, 2]
 
 
 def test_vllm_takes_no_more_memory_than_its_sequences_fill(monkeypatch):
