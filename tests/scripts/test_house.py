@@ -26,9 +26,9 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3301,
+    "core": 3292,
     "wall": 1619,
-    "import train_grpo": 4230,
+    "import train_grpo": 4221,
     "import sft": 2535,
     "import eval": 1483,
     "eval.py": 107,
@@ -60,7 +60,7 @@ ALLOWANCES: list[tuple[str, int, str]] = [
     ("core", 100, "Rows are read, kept and tokenized in chunks, so that a million of them take at most 2 GiB."),
     # Models and their folders.
     ("core", 108, "A folder that is no whole model is refused before anything is loaded, with flag, path and reason."),
-    ("core", 7, "The check of the engine has no pass of more tokens than a micro-batch."),
+    ("core", 16, "The check of the engine has no pass of more tokens than a micro-batch."),
     # Engines and pushes of weights.
     # Rewards and judges.
     # Flags.
