@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ from rl.model.family import is_added
 from rl.model.logprobs import add_packed_forward
 from rl.ranks import Ranks, wait_without_end
 
-GATHERED_ELEMENTS = 2**27  # of weights that are gathered at a time: 256 MB in bfloat16
-
 # By default torch compiles micro-batches below 4,096 tokens once more, ten seconds in the middle of a run, because it
 # guards one fusion by its size. Only versions of torch that have the fusion know the option.
 UNGUARDED_FUSION = "triton.mix_order_reduction_non_strict_mode"
@@ -41,7 +38,7 @@ torch._dynamo.config.recompile_limit = 64
 # models with such an operation of its own adds that.
 KEPT_OPERATIONS = {
     *("aten.mm", "aten.addmm", "aten._grouped_mm", "transformers.grouped_mm"),
-    *("aten._scaled_dot_product", "torch_attn.", "flash_attn."),
+    *("aten._scaled_dot_product", "torch_attn."),
 }
 CODE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # environment: where torch keeps what it has compiled
 
@@ -229,38 +226,14 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 def full_tensors(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) on the device for all parameters, tied ones once, in `dtype`; what families have added
-    keeps its own. All ranks must iterate. One call gathers many parameters, since each alone would take half a
-    millisecond.
+    keeps its own. All ranks must iterate.
     """
-    named = list(model.named_parameters())
-    ends = itertools.accumulate(x.numel() for _, x in named)
-    for _, batch in itertools.groupby(zip(named, ends, strict=True), key=lambda item: item[1] // GATHERED_ELEMENTS):
-        parameters, by_kind = dict(pair for pair, _ in batch), {}
-        for name, x in parameters.items():
-            kind = isinstance(x, DTensor), x.dtype if dtype is None or is_added(model, name) else dtype
-            by_kind.setdefault(kind, {})[name] = x.detach()
-        whole = {}
-        for (_, kind_dtype), xs in by_kind.items():
-            whole |= zip(xs, _whole(list(xs.values()), kind_dtype, model.packed.device), strict=True)
-        yield from ((name, whole[name]) for name in parameters)
-
-
-def _whole(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Tensors whose rows `shard` spread over ranks as one rank alone would have them, in `dtype` on the device."""
-    if not isinstance(tensors[0], DTensor):
-        return [x.to(device).to(dtype) for x in tensors]
-    mesh, local = tensors[0].device_mesh, [own_part(x) for x in tensors]
-    size = mesh.size(mesh.ndim - 1)
-    if size == 1:
-        return [x.to(device, non_blocking=True).to(dtype) for x in local]
-    counts = [math.ceil(len(x) / size) * x.shape[1:].numel() for x in tensors]  # the last ranks may have fewer
-    rows = torch.zeros(sum(counts), dtype=dtype, device=device)
-    places = [place[: x.numel()] for place, x in zip(rows.split(counts), local, strict=True)]
-    torch._foreach_copy_(places, [x.flatten() for x in local], non_blocking=True)  # or the host would cast
-    every = [torch.empty_like(rows) for _ in range(size)]
-    dist.all_gather(every, rows, mesh.get_group(mesh.ndim - 1))
-    parts = zip(*(gathered.split(counts) for gathered in every), strict=True)  # of each tensor, those of all ranks
-    return [torch.cat(part)[: x.numel()].view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+    for name, x in model.named_parameters():
+        whole_dtype = x.dtype if dtype is None or is_added(model, name) else dtype
+        # It is cast on the device, where that is fast, and before it is gathered, so that fewer bytes are sent.
+        part = own_part(x.detach()).to(model.packed.device, non_blocking=True).to(whole_dtype)
+        is_whole = not isinstance(x, DTensor) or x.device_mesh.size(x.device_mesh.ndim - 1) == 1
+        yield name, part if is_whole else with_part(x, part).full_tensor()
 
 
 def backward(model: PreTrainedModel, loss: Tensor, *, is_last: bool) -> None:

@@ -193,7 +193,6 @@ BORROWED = [
         "are replaced, so that recurrent layers know the borders of packed sequences",
     ),
     Borrowed("transformers.utils.get_json_schema", "extras/agents/tools.py", "reads a tool's schema"),
-    Borrowed("transformers.utils.is_flash_attn_2_available", "model/attention.py", "says if flash-attn is installed"),
     Borrowed("transformers.utils.cached_file", "extras/images/__init__.py", "finds the files of a model of the Hub"),
     Borrowed("transformers.utils.cached_file", "extras/families/text_part.py", "finds the files of a model of the Hub"),
     Borrowed("transformers.utils.SAFE_WEIGHTS_NAME", "extras/families/text_part.py", "names the file of weights"),
@@ -203,7 +202,6 @@ BORROWED = [
     # torch.
     Borrowed("torch.distributed.tensor.DTensor:_spec", "model/sharding.py", "makes a tensor of its parts"),
     Borrowed("torch.nn.Module:_non_persistent_buffers_set", "model/load.py", "tells which buffers stand in files"),
-    Borrowed("torch._foreach_copy_", "model/sharding.py", "copies many tensors in one call"),
     Borrowed("torch._foreach_copy_", "run/checkpoint_tensors.py", "copies many tensors in one call"),
     Borrowed("torch._dynamo.maybe_mark_dynamic", "model/sharding.py", "compiles once for all lengths"),
     Borrowed("torch._dynamo.maybe_mark_dynamic", "extras/families/experts.py", "compiles once for all lengths"),

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from rl.data.batching import Update, plan_micro_batches
 from rl.data.types import Batch, Sample, Sampling
-from rl.model import sharding
 from rl.model.load import load_pretrained
 from rl.model.logprobs import fixed_logprobs
 from rl.model.sharding import BARE, clip_grad_norm, full_tensors, shard
@@ -179,13 +178,7 @@ def main(path: str, batch_file: str, out: str) -> None:
     single = load(path, ranks, torch.float32)
     packed_backward(single, batch, ALL, CASE, max_tokens=40, **work)
     results["gradients_float32"] = take_gradients(single)
-    results["gathered"] = {}  # elements at a time -> what came, and by how many calls
-    for at_a_time in (1, 20_000, sharding.GATHERED_ELEMENTS):
-        with (
-            mock.patch.object(sharding, "GATHERED_ELEMENTS", at_a_time),
-            mock.patch.object(torch.distributed, "all_gather", wraps=torch.distributed.all_gather) as call,
-        ):
-            results["gathered"][at_a_time] = dict(full_tensors(single, torch.bfloat16)), call.call_count
+    results["gathered"] = dict(full_tensors(single, torch.bfloat16))
     results |= check_mixed_precision(path, batch, updates, ranks)
     results |= check_forward_between_backward_and_step(path, batch, updates, ranks)
 
