@@ -26,10 +26,10 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3292,
+    "core": 3259,
     "wall": 1619,
-    "import train_grpo": 4221,
-    "import sft": 2535,
+    "import train_grpo": 4188,
+    "import sft": 2502,
     "import eval": 1483,
     "eval.py": 107,
     "sft.py": 93,
