@@ -310,13 +310,11 @@ def step_by_prompt(step: Callable = hf.Engine.step) -> Callable:
     def whole_group(engine):
         first, waiting = engine.new[0], engine.new
         engine.new = [request for request in waiting if request.key[0] == first.key[0]]
-        engine.keys = {request.key for request in engine.new}
         completions = []
         with seeded(derive_seed(*first.prompt_ids), engine.device):
             while engine.has_requests():
                 completions += step(engine)
         engine.new = [request for request in waiting if request.key[0] != first.key[0]]
-        engine.keys = {request.key for request in engine.new}
         return completions
 
     return whole_group

@@ -7,7 +7,7 @@ the end of the batch.
 import contextlib
 import itertools
 import random
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -47,8 +47,7 @@ class Engine(base.Engine):
         eos = self.model.generation_config.eos_token_id
         eos = self.model.config.get_text_config().eos_token_id if eos is None else eos
         self.eos_token_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
-        self.batch: list[base.OpenRequest | None] = []  # None: this one has ended
-        # (b, t) of the batch, prompts padded on the left; positions may be (3, b, t)
+        # (b, t) of a batch, prompts padded on the left; positions may be (3, b, t). Its rows name requests in flight.
         self.ids = self.attention_mask = self.positions = self.cache = None
         self.generators: dict[int, random.Random] = {}  # of those with a seed of their own
 
@@ -70,7 +69,7 @@ class Engine(base.Engine):
         """See `base.Engine`."""
         if self.is_idle:
             return []
-        if not any(self.batch):
+        if not self.in_flight:
             self._begin_batch()
         new = self.ids.shape[1] if self.cache is None else 1  # tokens whose keys and values the cache lacks
         inputs = {"input_ids": self.ids[:, -new:]}
@@ -93,33 +92,31 @@ class Engine(base.Engine):
         last = self.positions.amax(-1, keepdim=True)  # (b, 1), or (3, b, 1) of images: the next is behind the largest
         last = last if last.ndim == 2 else last.amax(0, keepdim=True).expand_as(last)
         self.positions = torch.cat([self.positions, last + 1], dim=-1)
-        done = []
-        for i, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
-            if (x := self.batch[i]) is not None:
-                x.token_ids.append(token)
-                x.logprobs.append(logprob)
-                if reason := self._reason_to_end(x):
-                    done.append(self._complete(x, reason))
-                    self.batch[i] = None
-        return done
+        tokens, logprobs = tokens.tolist(), logprobs.tolist()
+        for i, x in self.in_flight.items():
+            x.token_ids.append(tokens[i])
+            x.logprobs.append(logprobs[i])
+        reasons = {i: self._reason_to_end(x) for i, x in self.in_flight.items()}
+        return self._forget({i: reason for i, reason in reasons.items() if reason})
 
     def _note_experts(self, seen: dict[int, list[Any]], new: int) -> None:
         """Keep, for each response of the batch, which experts its last `new` tokens had."""
         layers = self.model.config.get_text_config().num_hidden_layers
-        b, k = len(self.batch), next(iter(seen.values()))[0].chosen.shape[-1]
+        b, k = len(self.ids), next(iter(seen.values()))[0].chosen.shape[-1]
         routed = np.zeros((b, new, layers, k), self.routing)  # zeros where a layer has no experts
         for layer, [choice] in seen.items():
             routed[:, :, layer] = choice.chosen.view(b, new, k).cpu().numpy()
-        for x, own, mask in zip(self.batch, routed, self.attention_mask.bool().cpu().numpy(), strict=True):
-            if x is not None:
-                x.routed = [*(x.routed if new == 1 else ()), own[mask[-new:]]]  # all again after a push
+        masks = self.attention_mask.bool().cpu().numpy()
+        for i, x in self.in_flight.items():
+            x.routed = [*(x.routed if new == 1 else ()), routed[i][masks[i][-new:]]]  # all again after a push
 
     def _begin_batch(self) -> None:
         begin, self.new = self.new[: self.max_num_seqs], self.new[self.max_num_seqs :]
         ends = [{*self.eos_token_ids, *request.sampling.stop_token_ids} for request in begin]
         self.generators = {i: random.Random(x.seed) for i, x in enumerate(begin) if x.seed is not None}
-        version = self.policy_version
-        self.batch = [base.OpenRequest(x, self.rank, [(version, 0)], end) for x, end in zip(begin, ends, strict=True)]
+        began = [(self.policy_version, 0)]
+        requests = [base.OpenRequest(x, self.rank, [*began], end) for x, end in zip(begin, ends, strict=True)]
+        self.in_flight = dict(enumerate(requests))
         width = max(len(request.prompt_ids) for request in begin)
         padding = [[0] * (width - len(request.prompt_ids)) for request in begin]
         ids = [[*pad, *request.prompt_ids] for pad, request in zip(padding, begin, strict=True)]
@@ -129,7 +126,7 @@ class Engine(base.Engine):
 
     def _sample(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """logits (b, V) -> the next token of every sequence and its log-prob, both (b,)."""
-        ways = [x.request.sampling if x else None for x in self.batch]
+        ways = [self.in_flight[i].request.sampling if i in self.in_flight else None for i in range(len(logits))]
         logp = torch.zeros_like(logits)
         for way in dict.fromkeys(filter(None, ways)):
             rows = [i for i, other in enumerate(ways) if other in (way, None)]
@@ -138,7 +135,7 @@ class Engine(base.Engine):
         tokens = logp.argmax(-1)
         if not greedy.all():
             drawn = torch.multinomial(logp.exp(), 1)[:, 0]
-            if own := [i for i in self.generators if self.batch[i] is not None]:
+            if own := [i for i in self.generators if i in self.in_flight]:
                 # The first token whose cumulative probability is above a random number; one call of torch for all rows.
                 below = logp[own].double().exp().cumsum(-1)
                 numbers = torch.tensor([[self.generators[i].random()] for i in own], dtype=torch.float64)
@@ -151,14 +148,10 @@ class Engine(base.Engine):
             return "stop"
         return "length" if len(x.token_ids) == x.request.sampling.max_tokens else ""
 
-    def abort(self, keys: Iterable[Hashable] | None = None) -> list[Completion]:
+    def abort(self) -> list[Completion]:
         """See `base.Engine`."""
-        wanted = set(self.keys if keys is None else keys)
-        gone = [x for x in self.batch if x is not None and x.request.key in wanted]
-        gone += [base.OpenRequest(request, self.rank, []) for request in self.new if request.key in wanted]
-        self.batch = [None if x is None or x.request.key in wanted else x for x in self.batch]
-        self.new = [request for request in self.new if request.key not in wanted]
-        return [self._complete(x, "abort") for x in gone]
+        waiting, self.new = [base.OpenRequest(request, self.rank, []) for request in self.new], []
+        return self._forget(dict.fromkeys(self.in_flight, "abort")) + [self._complete(x, "abort") for x in waiting]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `base.Engine`."""
@@ -175,7 +168,7 @@ class Engine(base.Engine):
                 f"weight push left {len(missing)} of the engine's parameters untouched: {sorted(missing)[:5]}"
             )
         self.cache = None  # keys and values of the old weights
-        self._count_push(filter(None, self.batch))
+        self._count_push()
 
 
 def processed_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -92,10 +92,10 @@ def main(model: str, game: str, out: str, engine_name: str, tensor_parallel_size
         loop.start(row["row_index"], row, Sampling(2, TEMPERATURE, max_tokens=LIMIT, stop_token_ids=stops))
     slowest = 0
     while loop.is_open():
-        unread = {request.key: unread.get(request.key, 0) + 1 for request in engine.new}  # turns that are to begin
-        slowest = max(slowest, *unread.values(), 0)
         for _, group in loop.step():
             samples += group
+        unread = {request.key: unread.get(request.key, 0) + 1 for request in engine.new}  # turns that are to begin
+        slowest = max(slowest, *unread.values(), 0)
     assert not loop.trajectories
     gap = check_engine(policy, samples, Sampling(temperature=TEMPERATURE), rollout, ranks, num_probe=100)
     learnt = [replace(s, response_mask=np.ones_like(s.response_mask)) for s in samples]  # what it was told, too

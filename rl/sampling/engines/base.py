@@ -54,6 +54,7 @@ class Engine:
         self.routing: np.dtype | None = None  # of completions' column "routed_experts", if they have one
         self.keys: set[Hashable] = set()  # of this rank's requests that have not come back
         self.new: list[Request] = []  # those of them that have not begun
+        self.in_flight: dict[Any, OpenRequest] = {}  # those that have, of all ranks that share this engine
 
     def add(self, requests: Sequence[Request]) -> None:
         """Take requests. Raises ValueError if one could outgrow the engine, or has the key of one that is in flight."""
@@ -80,19 +81,19 @@ class Engine:
         """Whether any response is still to be sampled, by this rank or one that shares the engine. `waiting`: this rank
         will add more, so none of them may leave.
         """
-        return bool(self.keys) or waiting
+        return bool(self.in_flight) or any(self.of_group(waiting or bool(self.new)))
 
     @property
     def is_idle(self) -> bool:
         """Whether `step` has nothing to sample. It returns [] then."""
-        return not self.keys
+        return not self.in_flight and not self.new
 
     def step(self) -> list[Completion]:
         """Sample about one more token of every response that fits into the memory. Returns those that are complete."""
         raise NotImplementedError
 
-    def abort(self, keys: Iterable[Hashable] | None = None) -> list[Completion]:
-        """Stop sampling these requests of this rank, by default all. Returns what they have so far, reason "abort"."""
+    def abort(self) -> list[Completion]:
+        """Stop sampling all requests. Returns what those of this rank have so far, with the reason "abort"."""
         raise NotImplementedError
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -112,8 +113,13 @@ class Engine:
     def close(self) -> None:
         """Shut down, once every rank is done."""
 
+    def _forget(self, ended: dict[Any, str]) -> list[Completion]:
+        """Forget requests in flight, by name with their reasons; returns the completions of this rank."""
+        gone = [(self.in_flight.pop(name), reason) for name, reason in ended.items()]
+        return [self._complete(x, reason) for x, reason in gone if x.rank == self.rank]
+
     def _complete(self, x: OpenRequest, reason: str) -> Completion:
-        """Forget a request of this rank; returns what it has."""
+        """What a request of this rank has that was in flight."""
         self.keys.discard(x.request.key)
         num_prompt = len(x.request.prompt_ids)
         versions = np.full(num_prompt + len(x.token_ids), np.iinfo(np.int32).max, np.int32)
@@ -124,8 +130,8 @@ class Engine:
             columns["routed_experts"] = np.concatenate(x.routed).astype(self.routing)
         return Completion(x.request.key, x.token_ids, x.logprobs, reason, columns)
 
-    def _count_push(self, in_flight: Iterable[OpenRequest]) -> None:
+    def _count_push(self) -> None:
         """Note that weights were pushed, also in the responses that are being sampled."""
         self.policy_version += 1
-        for x in in_flight:
+        for x in self.in_flight.values():
             x.began.append((self.policy_version, len(x.token_ids)))

@@ -6,7 +6,7 @@ neighbouring ranks form one engine: all of them sample all responses together.
 
 import contextlib
 import os
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,23 +110,12 @@ class Engine(base.Engine):
         self.group = parallel_state.get_tp_group().cpu_group if size > 1 else None
         self.core = self.llm.llm_engine.engine_core
         self.scheduler = self.core.engine_core.scheduler
-        self.in_flight: dict[str, base.OpenRequest] = {}  # by vLLM's name, of all ranks that share this engine
         self.steps, self.has_started = 0, False  # steps: since requests were handed to vLLM
         if self.routing is None:  # else vLLM's scheduler collects the experts of tokens, and must see every token
             if vllm.__version__.startswith(TESTED):
                 take_shortcuts(self.scheduler, self.in_flight)
             elif ranks.is_main:
                 say(f"vLLM {vllm.__version__} was not tested with our shortcuts: generation takes about a third longer")
-
-    def has_requests(self, *, waiting: bool = False) -> bool:
-        """See `base.Engine`. Hands new requests to vLLM first."""
-        self._take_new()
-        return bool(self.in_flight) or any(self.of_group(waiting))
-
-    @property
-    def is_idle(self) -> bool:
-        """See `base.Engine`."""
-        return not self.in_flight and not self.new
 
     def _take_new(self, *, at_once: bool = False) -> None:
         """Hand new requests to vLLM: the same ones in the same order on all ranks that share this engine, which take
@@ -180,18 +169,11 @@ class Engine(base.Engine):
                     raise RuntimeError(f"vLLM gave up on the response {x.request.key}: {reason}")
         return self._forget(ended)
 
-    def _forget(self, ended: dict[str, str]) -> list[Completion]:
-        """Forget requests, by name with their reasons; returns the completions of this rank."""
-        gone = [(self.in_flight.pop(name), reason) for name, reason in ended.items()]
-        return [self._complete(x, reason) for x, reason in gone if x.rank == self.rank]
-
-    def abort(self, keys: Iterable[Hashable] | None = None) -> list[Completion]:
+    def abort(self) -> list[Completion]:
         """See `base.Engine`."""
         self._take_new(at_once=True)
-        aborted = set().union(*self.of_group({(self.rank, key) for key in (self.keys if keys is None else keys)}))
-        names = [name for name, x in self.in_flight.items() if (x.rank, x.request.key) in aborted]
-        self.core.abort_requests(names)
-        return self._forget(dict.fromkeys(names, "abort"))
+        self.core.abort_requests(list(self.in_flight))
+        return self._forget(dict.fromkeys(self.in_flight, "abort"))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `base.Engine`. Drops every cached prefix. Quantizes the weights again, if they are quantized."""
@@ -199,7 +181,7 @@ class Engine(base.Engine):
         reset = self.llm.reset_prefix_cache(reset_running_requests=bool(self.in_flight))
         assert reset, "vLLM kept a stale prefix cache after a weight push"
         self.prompts.forget(self.llm)
-        self._count_push(self.in_flight.values())
+        self._count_push()
 
     def sleep(self) -> None:
         """See `base.Engine`. Frees vLLM's weights and KV cache (level 2: nothing is kept). It does nothing on a CPU,

@@ -25,14 +25,14 @@ ROWS = [{"prompt_ids": prompt, "row_index": i} for i, prompt in enumerate(PROMPT
 
 
 OWN = {0: [("a", 1, 12), ("b", 2, 3)], 1: [("a", 3, 12)]}  # rank: key, prompt and limit of what is there at first
-LATE = {0: [], 1: [("late", 4, 8), ("gone", 0, 10)]}  # of what is added before the third step
+LATE = {0: [], 1: [("late", 4, 3), ("gone", 0, 10)]}  # of what is added before the third step
 
 
 def in_flight(
     engine: vllm.Engine, weights: dict[str, torch.Tensor], ranks: Ranks
 ) -> list[tuple[list[int], Completion]]:
-    """One rank adds requests while others are sampled, `weights` are pushed before step 10, counted from 0, and "gone"
-    is aborted before step 12. Returns (prompt, completion) of all that has come back to this rank.
+    """One rank adds requests while others are sampled, `weights` are pushed before step 10, counted from 0, and what is
+    left, "gone", is aborted before step 12. Returns (prompt, completion) of all that has come back to this rank.
     """
 
     def requests(plan: list[tuple]) -> list[Request]:
@@ -47,7 +47,7 @@ def in_flight(
             if step == 10:
                 engine.update_weights(weights.items())
             if step == 12:
-                done += engine.abort(["gone"] if ranks.rank == 1 else [])
+                done += engine.abort()
             done += engine.step()
             step += 1
     prompts = {key: PROMPTS[i] for key, i, _ in OWN[ranks.rank] + LATE[ranks.rank]}
