@@ -114,9 +114,9 @@ class Engine(base.Engine):
         begin, self.new = self.new[: self.max_num_seqs], self.new[self.max_num_seqs :]
         ends = [{*self.eos_token_ids, *request.sampling.stop_token_ids} for request in begin]
         self.generators = {i: random.Random(x.seed) for i, x in enumerate(begin) if x.seed is not None}
-        began = [(self.policy_version, 0)]
-        requests = [base.OpenRequest(x, self.rank, [*began], end) for x, end in zip(begin, ends, strict=True)]
-        self.in_flight = dict(enumerate(requests))
+        began = [[(self.policy_version, len(request.prompt_ids))] for request in begin]
+        opened = [base.OpenRequest(x, self.rank, *rest) for x, *rest in zip(begin, began, ends, strict=True)]
+        self.in_flight = dict(enumerate(opened))
         width = max(len(request.prompt_ids) for request in begin)
         padding = [[0] * (width - len(request.prompt_ids)) for request in begin]
         ids = [[*pad, *request.prompt_ids] for pad, request in zip(padding, begin, strict=True)]

@@ -22,14 +22,11 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     vLLM's newer sampler on the GPU takes its seeds from numpy. Ranks that share an engine must give the same seed.
     (A seed for each request would cost vLLM's older sampler one kernel launch a sequence a token.)
     """
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), contextlib.ExitStack() as stack:
+        stack.callback(np.random.set_state, np.random.get_state())
         torch.manual_seed(seed)
-        state = np.random.get_state()
         np.random.seed(seed)
-        try:
-            yield
-        finally:
-            np.random.set_state(state)
+        yield
 
 
 def sampling_settings(

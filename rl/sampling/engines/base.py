@@ -28,7 +28,7 @@ class OpenRequest:
 
     request: Request
     rank: int  # that asked for it
-    began: list[tuple[int, int]]  # pushes of weights, and how many tokens it had then; the first when it began
+    began: list[tuple[int, int]]  # numbers of weights, and the first token, counted from the prompt's, that is theirs
     ends: set[int] = field(default_factory=set)  # ids that end it
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -121,10 +121,9 @@ class Engine:
     def _complete(self, x: OpenRequest, reason: str) -> Completion:
         """What a request of this rank has that was in flight."""
         self.keys.discard(x.request.key)
-        num_prompt = len(x.request.prompt_ids)
-        versions = np.full(num_prompt + len(x.token_ids), np.iinfo(np.int32).max, np.int32)
+        versions = np.full(len(x.request.prompt_ids) + len(x.token_ids), np.iinfo(np.int32).max, np.int32)
         for version, start in x.began:
-            versions[num_prompt + start :] = version
+            versions[start:] = version
         columns = {"versions": versions}
         if x.routed:
             columns["routed_experts"] = np.concatenate(x.routed).astype(self.routing)
@@ -134,4 +133,4 @@ class Engine:
         """Note that weights were pushed, also in the responses that are being sampled."""
         self.policy_version += 1
         for x in self.in_flight.values():
-            x.began.append((self.policy_version, len(x.token_ids)))
+            x.began.append((self.policy_version, len(x.request.prompt_ids) + len(x.token_ids)))

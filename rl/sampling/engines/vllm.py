@@ -137,7 +137,8 @@ class Engine(base.Engine):
             theirs = self.scheduler.requests[name]
             self.prompts.check(x.prompt_ids, theirs.prompt_token_ids)
             ends = theirs.sampling_params.all_stop_token_ids
-            self.in_flight[name] = base.OpenRequest(x, rank, [(self.policy_version, 0)], ends)
+            began = [(self.policy_version, len(x.prompt_ids))]
+            self.in_flight[name] = base.OpenRequest(x, rank, began, ends)
 
     def step(self) -> list[Completion]:
         """See `base.Engine`. Raises RuntimeError if vLLM gives up on a response or forgets one."""
