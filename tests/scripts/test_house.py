@@ -26,7 +26,7 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3251,
+    "core": 3248,
     "wall": 1619,
     "import train_grpo": 4188,
     "import sft": 2502,
