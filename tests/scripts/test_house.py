@@ -30,7 +30,7 @@ LIMITS = {
     "wall": 1619,
     "import train_grpo": 4198,
     "import sft": 2512,
-    "import eval": 1493,
+    "import eval": 1483,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
