@@ -45,9 +45,7 @@ def _same(calls: Calls | None, expected: Calls) -> bool:
     return calls is not None and json.dumps(calls, sort_keys=True) == json.dumps(expected, sort_keys=True)
 
 
-def prompt_text(
-    tokenizer: PreTrainedTokenizerBase, row: Row, *, tools: Sequence[dict], limit: int | None = None
-) -> str:
+def prompt_text(tokenizer: PreTrainedTokenizerBase, row: Row, *, tools: Sequence[dict]) -> str:
     """The text of a row's prompt with the tools, as `rl.data.encode.prompt_text`, but without what makes the policy
     speak, which is part of what it is told first. Raises ValueError for a prompt that cannot begin a conversation.
     """
@@ -61,7 +59,7 @@ def prompt_text(
             f"{named(row)}: the prompt ends with a message of the assistant, which a conversation with --environment "
             "or --tools does not continue; end it with a message of the user"
         )
-    return write(tokenizer, row, prompt, tools=tools, limit=limit, add_generation_prompt=False)
+    return write(tokenizer, row, prompt, tools=tools, add_generation_prompt=False)
 
 
 class Chat:

@@ -180,10 +180,8 @@ def response_ids(tokenizer: Tokenizer, row: Row, field: str, limit: int | None =
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no eos_token, so no answer can end; set it")
-    response = start_of(tokenizer, row[field], limit)
-    if len(response) == len(row[field]):
-        check_vocabulary(tokenizer, row, field, response)
-    ids = encode_behind(tokenizer, prompt_text(tokenizer, row, checked=False), response)
+    check_vocabulary(tokenizer, row, field, row[field])
+    ids = encode_behind(tokenizer, prompt_text(tokenizer, row), start_of(tokenizer, row[field], limit))
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
@@ -271,7 +269,7 @@ def encode_conversation(
         if messages[-1]["role"] == "assistant":
             last = messages.pop()
         messages.append({**last, "content": last["content"] + without_control_tokens(tokenizer, response)})
-        text = write(tokenizer, row, messages, last=field, limit=max_length, add_generation_prompt=False)
-        ids = encode_behind(tokenizer, "", text)
+        text = write(tokenizer, row, messages, last=field, add_generation_prompt=False)
+        ids = encode_behind(tokenizer, "", start_of(tokenizer, text, max_length))
     _check_length(row, ids, max_length)
     return ids

@@ -1,7 +1,6 @@
 """Prompts in, token ids out."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import numpy as np
 
@@ -62,47 +61,32 @@ def prompt_ids(
     """The ids of prompts. Of one that has far more than `limit` tokens they are those of its beginning. Args: text_of,
     see `encode_prompts`.
     """
-    attachments = [attachments_of(tokenizer, row) for row in rows]
-    texts = [(text_of or prompt_text)(tokenizer, row, limit=limit) for row in rows]
-    batch = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    front = _front(tokenizer) if any(isinstance(row["prompt"], str) for row in rows) else []
-    for i, row in enumerate(rows):
-        if limit is None or len(batch[i]) <= limit:
-            batch[i], _ = attachments[i].in_ids(batch[i])
-        if not batch[i]:
+    texts = [start_of(tokenizer, (text_of or prompt_text)(tokenizer, row), limit) for row in rows]
+    encoded, prompts = tokenizer(texts, return_special_tokens_mask=True), []
+    for row, whole, is_added in zip(rows, encoded["input_ids"], encoded["special_tokens_mask"], strict=True):
+        ids = [x for x, added in zip(whole, is_added, strict=True) if not added]  # those of the text itself
+        if not ids:
             raise ValueError(f"{named(row)}: the prompt {shown(row['prompt'])} has no tokens in this vocabulary")
+        if limit is None or len(ids) <= limit:
+            ids, _ = attachments_of(tokenizer, row).in_ids(ids)
         if isinstance(row["prompt"], str):
-            first = next((x for x in batch[i] if tokenizer.decode([x]).strip()), None)  # behind white space
-            batch[i] = batch[i] if first in front else front + batch[i]
-    return batch
+            front = whole[: is_added.index(0)]  # what the tokenizer puts in front of a text, such as BOS
+            first = next((x for x in ids if tokenizer.decode([x]).strip()), None)  # behind white space
+            ids = ids if first in front else front + ids
+        prompts.append(ids)
+    return prompts
 
 
-def prompt_text(tokenizer: Tokenizer, row: Row, *, limit: int | None = None, checked: bool = True) -> str:
-    """The text of a row's prompt, without the tokens that the tokenizer puts in front of a string. Of a text that has
-    far more than `limit` tokens it is the beginning.
-
-    Args: checked, see `write`. Raises ValueError as `encode_prompts`.
+def prompt_text(tokenizer: Tokenizer, row: Row) -> str:
+    """The text of a row's prompt, without the tokens that the tokenizer puts in front of a string. Raises ValueError as
+    `encode_prompts`.
     """
     prompt = row["prompt"]
-    if isinstance(prompt, str):
-        if row.get("tools"):
-            raise ValueError(f"{named(row)}: the prompt is a text; rows with tools need messages")
-        text = start_of(tokenizer, prompt, limit)
-        if checked and len(text) == len(prompt):
-            check_vocabulary(tokenizer, row, "prompt", text)
-        return text
-    write_prompt = partial(write, tokenizer, row, prompt, limit=limit, checked=checked)
-    if prompt[-1]["role"] == "assistant":
-        return write_prompt(draw=continued)
-    return write_prompt(add_generation_prompt=True)
-
-
-def _front(tokenizer: Tokenizer) -> list[int]:
-    """The ids that a tokenizer puts in front of a text, such as BOS; those that it puts behind a text are left out."""
-    # The vocabulary takes 0.2 s to list, and demonstrations ask row by row, so it is only read if "a" has no tokens.
-    sources = (lambda: ["a"], tokenizer.get_vocab)
-    for text in (x for texts in sources for x in texts() if x not in tokenizer.all_special_tokens):
-        plain, whole = (tokenizer(text, add_special_tokens=x)["input_ids"] for x in (False, True))
-        if plain and plain[0] in whole:
-            return whole[: whole.index(plain[0])]
-    return []
+    if not isinstance(prompt, str):
+        if prompt[-1]["role"] == "assistant":
+            return write(tokenizer, row, prompt, draw=continued)
+        return write(tokenizer, row, prompt, add_generation_prompt=True)
+    if row.get("tools"):
+        raise ValueError(f"{named(row)}: the prompt is a text; rows with tools need messages")
+    check_vocabulary(tokenizer, row, "prompt", prompt)
+    return prompt

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 BLOCK_BYTES = 2**14  # items that are compressed together have at least so many bytes
 TRIM_BLOCKS = 2**12  # after so many, what was freed meanwhile is given back to the system
-CHUNK_ROWS, CHUNK_CHARACTERS = 256, 2**20  # `derive` works on rows until they are so many, or have so many characters
+CHUNK_ROWS = 16  # rows that `derive` works on at a time
 
 
 class Packed(Generic[T]):
@@ -91,15 +91,10 @@ def derive(rows: Sequence[Row], make: Callable[[list[Row]], Iterable[T | None]],
     Args: make, which gets several rows and gives as many results; name, of the progress bar.
     """
     made: Packed[Any] = Packed()  # also None, so that the numbers are those of the rows
-    chunk: list[Row] = []
-    places, size = array("q"), 0
-    for count, row in enumerate(progress(name, rows), start=1):
-        chunk.append(row)
-        size += len(repr(row))
-        if len(chunk) == CHUNK_ROWS or size >= CHUNK_CHARACTERS or count == len(rows):
-            for result in make(chunk):
-                if result is not None:
-                    places.append(len(made))
-                made.append(result)
-            chunk, size = [], 0
+    places = array("q")
+    for start in progress(name, range(0, len(rows), CHUNK_ROWS)):
+        for result in make(list(rows[start : start + CHUNK_ROWS])):
+            if result is not None:
+                places.append(len(made))
+            made.append(result)
     return Lazy(places, made.get)

@@ -26,7 +26,7 @@ UNREAD = (
 )
 Paths = str | os.PathLike | Sequence[str | os.PathLike]  # .parquet or .jsonl files, concatenated in this order
 
-BATCH_BYTES = 2**22  # of a parquet file, that are read at a time
+BATCH_ROWS, BUFFER_BYTES = 32, 2**20  # of a parquet file, that are read at a time
 
 
 def read_rows(files: Paths, *, has_partner: bool = False) -> Lazy[Row]:
@@ -82,20 +82,18 @@ def read_files(files: Paths, check: Callable[[Row, str], Row], *, has_partner: b
 
 
 def _read_parquet(file: Path) -> Iterator[Row]:
-    """The rows of a file, of which BATCH_BYTES or one row are in memory at a time."""
+    """The rows of a file, of which BATCH_ROWS are made at a time."""
     pa.set_memory_pool(pa.system_memory_pool())  # others keep much of what was freed
     try:
         # A whole row group would be read at once without a buffer, or with the one that is filled ahead.
         with pq.ParquetFile(
-            file, page_checksum_verification=True, buffer_size=BATCH_BYTES // 4, pre_buffer=False
+            file, page_checksum_verification=True, buffer_size=BUFFER_BYTES, pre_buffer=False
         ) as parquet:
             names = parquet.schema_arrow.names
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise ValueError(f"{file}: has two columns {twice[0]!r}; leave one of them out, or rename it")
-            groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
-            bytes_per_row = max((x.total_byte_size // max(x.num_rows, 1) for x in groups), default=0)
             first = 0
-            for batch in parquet.iter_batches(min(1 + BATCH_BYTES // (bytes_per_row + 1), 1024)):
+            for batch in parquet.iter_batches(BATCH_ROWS):
                 yield from _rows_of(batch, first, file)
                 batch.validate(full=True)  # finds damage that gives wrong values and no error
                 first += batch.num_rows

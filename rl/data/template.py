@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime
 from typing import Any
-from unittest import mock
 
 import jinja2
 import jinja2.meta
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import chat_template_utils
 
 from rl.data.flags import Texts
 
@@ -125,10 +123,10 @@ def render(tokenizer: Tokenizer, messages: Sequence[dict], **how: Any) -> str:
     Args: how, arguments of `apply_chat_template`: add_generation_prompt, tools, chat_template, continue_final_message.
     """
     rendering = rendering_of(tokenizer)
-    # A run that is resumed on another day has the prompts of its first day. A template asks this clock by strftime_now.
-    clock = type("Clock", (), {"now": lambda: datetime.fromisoformat(rendering.day)})
-    with mock.patch.object(chat_template_utils, "datetime", clock):
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, **rendering.arguments, **how)
+    # A run that is resumed on another day has the prompts of its first day. This takes the place of the function of
+    # the same name by which transformers gives templates the present time.
+    how |= {"strftime_now": datetime.fromisoformat(rendering.day).strftime}
+    return tokenizer.apply_chat_template(list(messages), tokenize=False, **rendering.arguments, **how)
 
 
 def continued(tokenizer: Tokenizer, messages: Sequence[dict], **how: Any) -> str:

@@ -36,6 +36,7 @@ MARKER = re.compile(r"zq(\d+)zq")  # letters and digits, which no template escap
 # Words and signs, but not the tags, such as </think>, at which templates cut.
 WORD = re.compile(r"<[^\s<>]+>|\[/?[A-Z_]+\]|◁[^\s◁▷]+▷|(?P<word>\w+|[^\w\s<\[◁]+|[<\[◁])")
 MOST_SHAPES = 1000  # that are remembered
+PIECE = 2**16  # characters that are looked up in the vocabulary at a time, since tokenizing takes much memory
 
 
 def write(
@@ -45,14 +46,12 @@ def write(
     *,
     tools: Sequence[dict] | None = None,
     field: str = "prompt",
-    limit: int | None = None,
     checked: bool = True,
     last: str | None = None,
     draw: Callable[..., str] = render,
     **how: Any,
 ) -> str:
-    """The text that the chat template makes of a row's messages and tools. It contains every text of these. If it has
-    far more than `limit` tokens, only its beginning is returned, unchecked, since the row will be refused.
+    """The text that the chat template makes of a row's messages and tools. It contains every text of these.
 
     Args: tools, in the place of the row's own, which are not looked for in the text; field, the column of the messages;
     last, that of the last message's content, if it is another one; checked, whether dropped text is an error; draw,
@@ -90,8 +89,6 @@ def write(
         text = drawn()
     except FAULTS as error:
         raise ValueError(f"{named(row)}: the chat template rejects the messages {shown(messages)}: {error}") from error
-    if len(start := start_of(tokenizer, text, limit)) < len(text):
-        return start
     if checked and not rendering_of(tokenizer).allow_dropped_text:
         renamed = {f"{field}[{len(messages) - 1}].content": last} if last else {}
         texts: list[tuple[str, str]] = []  # each with its place
@@ -261,8 +258,11 @@ def _dropped(text: str, drawn: Callable[[Mark], str]) -> int | None:
 
 def check_vocabulary(tokenizer: Tokenizer, row: Row, place: str, text: str) -> None:
     """Raise ValueError, naming the row and the place, if a text has characters for which there are no tokens."""
-    if not rendering_of(tokenizer).allow_dropped_text and not _has_all_bytes(tokenizer) and _lost(tokenizer, text):
-        character = next((x for x in text if not x.isspace() and _lost(tokenizer, x)), text)
+    if rendering_of(tokenizer).allow_dropped_text or _has_all_bytes(tokenizer):
+        return
+    pieces = (text[start : start + PIECE] for start in range(0, len(text), PIECE))
+    if (piece := next((x for x in pieces if _lost(tokenizer, x)), None)) is not None:
+        character = next((x for x in piece if not x.isspace() and _lost(tokenizer, x)), piece)
         raise ValueError(
             f"{named(row)}: {place}: the tokens do not contain {shown(character)}, for which the vocabulary of "
             f"{tokenizer.name_or_path!r} has no token; change the row, or add --allow-dropped-text if it may be lost"

@@ -126,7 +126,6 @@ BORROWED = [
         "are what the shortcuts add to a step",
     ),
     # transformers: loading and saving.
-    Borrowed("transformers.utils.chat_template_utils.datetime", "data/template.py", "gives the date to chat templates"),
     Borrowed(
         "transformers.core_model_loading._materialize_copy",
         "model/checks.py",
