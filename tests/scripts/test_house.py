@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3258,
+    "core": 3239,
     "wall": 1619,
-    "import train_grpo": 4198,
-    "import sft": 2512,
-    "import eval": 1483,
+    "import train_grpo": 4179,
+    "import sft": 2509,
+    "import eval": 1464,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
