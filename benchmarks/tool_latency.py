@@ -17,11 +17,21 @@ Three kinds of generation are measured, each with the same number of sampled tok
     conversations   for each latency of the tool
 
 Prints a line for each: the seconds of the fastest repeat, sampled tokens per second, their ratio to plain responses,
-and where the trainer's thread spent the time of that repeat (in seconds; "engine" is vLLM's step, or that of the
-transformers engine; "adding" hands requests to the engine). For a latency: the longest that one conversation has waited
-for its own chain of calls, and by how much of that generation has grown.
+how often the engine has decoded, and how many sequences each of these steps had on average. `parts` says what the
+trainer's thread did in that repeat: the seconds, for how many of them it used a CPU, and how often it was done:
+
+    engine                          vLLM's step, in which the thread waits for the GPU; or the step of the hf engine
+    reading tokens                  what our engine does with the tokens of a step
+    requests, adding                new requests: handed to our engine, and by that to vLLM
+    beginning conversations, after turns, answers, and waiting for them, ending conversations
+                                    the calls of the policy's partner
+    the rest                        the loop itself, and the objects of responses
+
+For a latency: the longest that one conversation has waited for its own chain of calls, and by how much of that
+generation has grown.
 """
 
+import functools
 import json
 import random
 import statistics
@@ -34,6 +44,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -85,10 +96,10 @@ WORDS = (
     '": ',
     "}}",
 )  # a token each, in a tiny model
-PARTS = {  # methods of Environments, and what they are called in the lines
-    "start": "asking",
-    "ask": "asking",
-    "answers": "receiving answers, and waiting for them",
+PARTS = {  # methods of the partner, and what they are called in the lines
+    "begin": "beginning conversations",
+    "after": "after turns",
+    "answers": "answers, and waiting for them",
     "end": "ending conversations",
 }
 
@@ -125,23 +136,33 @@ class Args:
     """Append the lines to this file."""
 
 
+def clocks() -> np.ndarray:
+    """Seconds that have passed, and seconds that this thread has used a CPU."""
+    return np.array([time.perf_counter(), time.thread_time()])
+
+
 class Watch:
-    """Seconds that this thread spends in functions, by label, without those in others that are watched."""
+    """What this thread spends in functions, by label, without what it spends in others that are watched."""
 
     def __init__(self):
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.inner = 0.0  # seconds in watched functions that the one which runs now has called
+        self.inner = np.zeros(2)  # `clocks` in watched functions that the one which runs now has called
+        self.clear()
+
+    def clear(self) -> None:
+        self.spent: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
+        self.calls: dict[str, int] = defaultdict(int)
 
     def wrap(self, owner: Any, name: str, label: str) -> None:
         function = getattr(owner, name)
 
         def timed(*arguments: Any, **named: Any) -> Any:
-            start, outer, self.inner = time.perf_counter(), self.inner, 0.0
+            start, outer, self.inner = clocks(), self.inner, np.zeros(2)
             try:
                 return function(*arguments, **named)
             finally:
-                took = time.perf_counter() - start
-                self.seconds[label] += took - self.inner
+                took = clocks() - start
+                self.spent[label] += took - self.inner
+                self.calls[label] += 1
                 self.inner = outer + took
 
         setattr(owner, name, timed)
@@ -151,7 +172,9 @@ class Run(NamedTuple):
     """One generation."""
 
     seconds: float
-    parts: dict[str, float]  # of them, by what the trainer's thread did
+    parts: dict[str, list]  # by what the trainer's thread did: seconds, of them on a CPU, calls
+    steps: int  # of the engine
+    running: float  # sequences in a step, on average
     samples: list[Sample]
 
 
@@ -162,10 +185,11 @@ class Script:
         self.args, self.turn, self.last_turn = args, turn, last_turn
         self.has_turns = False  # or all that a conversation samples is one turn
         self.begun: dict[Hashable, int] = defaultdict(int)  # turns of each response
+        self.lengths = functools.cache(self._lengths)
         # Tokens behind the prompt of the longest conversation; an answer of the tool gets 50.
         self.longest = (2 * args.turns - 1) * (args.turn_length * 3 // 2 + 50) + 50
 
-    def lengths(self, key: Hashable) -> list[int]:
+    def _lengths(self, key: Hashable) -> list[int]:
         """Of the turns of a conversation."""
         draw, length = random.Random(repr(key)), self.args.turn_length
         return [draw.randint(length // 2, length * 3 // 2) for _ in range(draw.randint(1, 2 * self.args.turns - 1))]
@@ -227,7 +251,6 @@ class Generation:
         tokenizer.chat_template = TEMPLATE
         flags = EnvironmentFlags(environment=str(tool), max_turns=2 * args.turns)
         self.partner = open_partner(flags, tokenizer, stop_token_ids(str(model), tokenizer))
-        self.environments = self.partner.environments
         said = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in (TURN, LAST_TURN))
         self.script, ranks = Script(args, *said), init_ranks()
         rollout = EngineFlags(engine=args.engine, max_num_seqs=args.max_num_seqs, free_cache_engine=False)
@@ -242,12 +265,12 @@ class Generation:
         prompts = [draw.choices(some, k=args.prompt_length) for _ in range(args.num_prompts)]
         self.rows = [dict(prompt_ids=ids, row_index=i) for i, ids in enumerate(prompts)]
         self.script.direct(self.engine)
-        watched = [(self.environments, name, label) for name, label in PARTS.items()]
-        watched += [(self.partner.chat, "ids_of", "rendering answers"), (self.partner.chat, "read", "reading turns")]
+        watched = [(self.partner, name, label) for name, label in PARTS.items()]
+        watched += [(self.engine, "step", "reading tokens"), (self.engine, "add", "requests")]
         if args.engine == "vllm":
             watched += [(self.engine.core, "get_output", "engine"), (self.engine, "_take_new", "adding")]
         else:
-            watched += [(self.engine, "step", "engine")]
+            watched[-2] = (self.engine, "step", "engine")
         for owner, name, label in watched:
             self.watch.wrap(owner, name, label)
 
@@ -256,19 +279,22 @@ class Generation:
         self.script.begun.clear()
         self.script.has_turns = latency is not None
         (self.folder / "latency").write_text(str(latency))
-        self.watch.seconds.clear()
-        start, found = time.perf_counter(), {}
+        self.watch.clear()
+        start, found = clocks(), {}
         loop = Loop(self.engine, self.partner if kind == "conversations" else None, seed=0)
         with seeded(0, self.engine.device):
             for i, row in enumerate(self.rows):
                 loop.start(i, row, self.way, i if kind == "seeded" else None)
             for i, samples in loop.run():
                 found[i] = samples
-        seconds = time.perf_counter() - start
-        parts = dict(self.watch.seconds) | {"the rest": seconds - sum(self.watch.seconds.values())}
+        took, spent, calls = clocks() - start, self.watch.spent, self.watch.calls
+        parts = {name: [*x.round(3).tolist(), calls[name]] for name, x in spent.items()}
+        parts["the rest"] = (took - sum(spent.values())).round(3).tolist()
         samples = [x for i in sorted(found) for x in found[i]]
-        assert len(samples) == len(self.rows) * self.args.rollout_n and not self.environments.problems
-        return Run(seconds, {name: round(x, 3) for name, x in parts.items()}, samples)
+        assert len(samples) == len(self.rows) * self.args.rollout_n
+        assert all(x.finish_reason != "error" for x in samples), "a conversation has failed"
+        steps, tokens = calls["engine"], sum(x.num_sampled for x in samples)
+        return Run(took[0], parts, steps, tokens / steps, samples)
 
     def close(self) -> None:
         self.partner.close()
@@ -300,6 +326,8 @@ def main(args: Args) -> list[dict]:
             median_s=round(statistics.median(run.seconds for run in same), 3),
             slowest_s=round(max(run.seconds for run in same), 3),
             tokens_per_s=round(tokens / best.seconds),
+            steps=best.steps,
+            running=round(best.running, 1),
         )
         line["of_plain"] = round(line["tokens_per_s"] / (lines or [line])[0]["tokens_per_s"], 3)
         if latency is not None:

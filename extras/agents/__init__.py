@@ -5,7 +5,8 @@
 
 docs/environments.md has the contract of a user's class.
 
-    conversations.py    the partner of the policy: what is said, and when a conversation ends
+    hosted.py           the partner of the policy, which passes conversations on to a process of their own
+    conversations.py    what is said, and when a conversation ends
     chat.py             messages become tokens, and turns become text and calls, by the chat template
     calls.py            how calls are read in what models of several kinds write
     environments.py     the trainer's side of the processes in which environments live; worker.py is the other side
@@ -43,15 +44,15 @@ class EnvironmentFlags:
 
 def open_partner(flags: EnvironmentFlags, tokenizer: Any, stop_ids: Sequence[int]) -> Any:
     """The partner of the policy that the flags ask for, see `rl.sampling.loop.Partner`; None without --environment
-    and --tools. Raises ValueError for both of these, or as `conversations.Conversations`.
+    and --tools. Raises ValueError for both of these, or as `hosted.HostedConversations`.
     """
     if flags.environment and flags.tools:
         raise ValueError("--environment and --tools exclude each other; give the class the functions as its `tools`")
     if not (flags.environment or flags.tools):
         return None
-    from extras.agents.conversations import Conversations
+    from extras.agents.hosted import HostedConversations
 
-    return Conversations(flags, tokenizer, stop_ids)
+    return HostedConversations(flags, tokenizer, stop_ids)
 
 
 def check_rows(flags: EnvironmentFlags, rows: Sequence[dict[str, Any]]) -> None:

@@ -67,7 +67,9 @@ class Conversations:
 
     def answers(self, wait_s: float) -> list[tuple[Trajectory, list[int] | None]]:
         """What environments have answered, as ids; None for a conversation that has ended."""
-        return [(answer.key, self._heard(answer)) for answer in self.environments.answers(wait_s)]
+        answers = self.environments.answers(wait_s)
+        # An answer that needs no process may be to a conversation that was given up meanwhile.
+        return [(answer.key, self._heard(answer)) for answer in answers if answer.key in self.open]
 
     def _heard(self, answer: Answer) -> list[int] | None:
         """The ids that an answer adds to its response; None if the conversation has ended, by an error or because the

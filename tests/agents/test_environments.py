@@ -140,7 +140,7 @@ def tokenizer(tiny_model):
 def made(tmp_path_factory, tokenizer):
     made = Made(tmp_path_factory.mktemp("game"), tokenizer)
     yield made
-    made.environments.close()
+    made.partner.close()
 
 
 def rows_of(tokenizer, *about):
@@ -353,8 +353,9 @@ FAULTS += ["dies later", "refused", "no reset", "NaN reward", "text as reward", 
 FAULTS += ["left out", "huge field", "reserved report", "huge report"]
 
 
-def test_a_fault_costs_its_own_conversation(hf_engine, policy, made, tokenizer, capfd):
+def test_a_fault_costs_its_own_conversation(hf_engine, policy, tmp_path, tokenizer, capfd):
     push(hf_engine, policy)
+    made = Made(tmp_path, tokenizer)  # whose process prints to where this test prints
     harmless = ["children", "print", "megabyte", "surrogate", "none", "two messages", "paid end"]
     rows = rows_of(tokenizer, *({"turns": 1, "does": x} for x in [*FAULTS, *harmless]))
     samples = sample(hf_engine, made, rows, n=1, max_tokens=300)
@@ -375,17 +376,20 @@ def test_a_fault_costs_its_own_conversation(hf_engine, policy, made, tokenizer, 
     launch.until(lambda: not any(map(launch.alive, made.pids())), 60, "a process is left behind")
     assert capfd.readouterr().err.count("environment: the conversation of") == 1
     assert len(made.pids("closed")) >= 3
+    made.partner.close()
 
 
 def test_when_the_first_process_is_killed_another_takes_over(hf_engine, policy, made, tokenizer):
     push(hf_engine, policy)
     first = made.environments.process.pid
+    assert launch.children(made.partner.process.pid) == []
     (s,) = sample(hf_engine, made, rows_of(tokenizer, {"turns": 1, "does": "kill first"}), n=1, max_tokens=300)
     assert s.finish_reason in ("stop", "error")  # its answer and its death are on the way at the same time
     launch.until(lambda: not launch.alive(first))  # until then it may take requests that die with it
     after = sample(hf_engine, made, rows_of(tokenizer, {"turns": 1}, {"turns": 2}), max_tokens=300)
     assert {x.finish_reason for x in after} <= {"stop", "length"} and "stop" in {x.finish_reason for x in after}
-    assert made.environments.process.pid != first and not launch.alive(first)
+    (other,) = launch.children(made.partner.process.pid)
+    assert launch.alive(other) and not launch.alive(first)
 
 
 def test_close_leaves_no_process(tmp_path, tokenizer, hf_engine, policy):
@@ -396,8 +400,9 @@ def test_close_leaves_no_process(tmp_path, tokenizer, hf_engine, policy):
     made.environments.ask(1, "x", [], 1)
     below, first = launch.descendants(made.environments.process.pid), made.environments.process.pid
     assert len(below) == 3 and set(made.pids()) < set(below)
-    made.environments.close()
-    assert not any(map(launch.alive, [first, *below]))
+    host = made.partner.process.pid
+    made.partner.close()
+    assert not any(map(launch.alive, [first, host, *below]))
     assert len(made.pids("closed")) == 1  # of the one that did not hang
 
 

@@ -1,0 +1,175 @@
+"""Conversations in a process of their own: for a turn the trainer's thread only passes ids on.
+
+Turns are read, environments are asked, and their answers are written and tokenized there, while the engine samples. The
+process is forked from the trainer before the engine is made. Both sides send lists of messages:
+
+    ("begin", number, row, sampling, seed)          the trainer: a response begins; numbers count them
+    ("after", number, ids, finish reason)           the policy has sampled these ids
+    ("end", number)                                 the response is given up
+
+    (number, ids, finish reason, None)              the other side: the response goes on behind these ids
+    (number, None, finish reason, outcome)          it has ended
+
+An answer that ends a response holds its outcome, so that `end` need not ask for it.
+"""
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import pickle
+import selectors
+import signal
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from extras.agents import EnvironmentFlags
+from extras.agents.conversations import Conversations
+from rl.data.types import Outcome
+from rl.sampling.loop import Trajectory
+from rl.scoring import guard
+
+CHECK_S = 0.25  # how often the time limit of environments is looked at while nothing is sent
+
+
+class HostedConversations:
+    """The partner of the policy, see `rl.sampling.loop.Partner`: `Conversations`, for which another process works.
+
+    Args and errors are those of `Conversations`. What it has read and checked of the user's files and of the chat
+    template is here too; conversations are only there.
+    """
+
+    def __init__(self, flags: EnvironmentFlags, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]):
+        self.here = Conversations(flags, tokenizer, stop_ids)
+        self.prompt_text, self.outcome_of = self.here.prompt_text, self.here.outcome_of
+        self.chat, self.environments = self.here.chat, self.here.environments
+        self.count = 0  # conversations that were ever begun
+        self.open: dict[int, Trajectory] = {}  # by number
+        self.numbers: dict[Trajectory, int] = {}
+        self.sent: dict[Trajectory, int] = {}  # ids of each response that the other side knows
+        self.outcomes: dict[Trajectory, Outcome] = {}  # of responses that have ended
+        self.messages: list[tuple] = []  # to be sent
+        fork = multiprocessing.get_context("fork")
+        self.connection, theirs = fork.Pipe()
+        self.process = fork.Process(target=_host, args=(self.here, theirs, self.connection), daemon=True)
+        self.process.start()
+        theirs.close()
+        atexit.register(self.close)
+
+    def begin(self, x: Trajectory, seed: int) -> None:
+        """See `Conversations.begin`."""
+        self.count += 1
+        self.open[self.count], self.numbers[x], self.sent[x] = x, self.count, 0
+        row = {name: value for name, value in x.row.items() if name not in ("prompt_ids", "given")}
+        self.messages.append(("begin", self.count, row, x.sampling, seed))
+
+    def after(self, x: Trajectory) -> bool:
+        """See `Conversations.after`. The answer to any turn comes later."""
+        self.messages.append(("after", self.numbers[x], x.ids[self.sent[x] :], x.finish_reason))
+        self.sent[x] = len(x.ids)
+        return True
+
+    def answers(self, wait_s: float) -> list[tuple[Trajectory, list[int] | None]]:
+        """See `Conversations.answers`. Sends all messages first. Raises RuntimeError if the process has ended."""
+        answers: list[tuple[Trajectory, list[int] | None]] = []
+        try:
+            if self.messages:
+                self.connection.send(self.messages)
+                self.messages = []
+            while self.connection.poll(0.0 if answers else wait_s):
+                answers += [x for message in self.connection.recv() for x in self._heard(*message)]
+        except (EOFError, OSError) as error:
+            raise RuntimeError(
+                f"the process of the conversations has ended (exit code {self.process.exitcode}); "
+                "was it killed, perhaps because the memory of the machine was full?"
+            ) from error
+        return answers
+
+    def _heard(
+        self, number: int, ids: list[int] | None, finish_reason: str, outcome: Outcome | None
+    ) -> list[tuple[Trajectory, list[int] | None]]:
+        """What was answered to a response, nothing if that was given up meanwhile."""
+        if (x := self.open.get(number)) is None:
+            return []
+        x.finish_reason = finish_reason
+        self.sent[x] += len(ids or ())
+        if outcome is not None:
+            self.outcomes[x] = outcome
+        return [(x, ids)]
+
+    def end(self, x: Trajectory) -> Outcome:
+        """See `Conversations.end`. There is nothing to say of a response that is given up."""
+        number = self.numbers.pop(x)
+        del self.open[number], self.sent[x]
+        if x not in self.outcomes:
+            self.messages.append(("end", number))
+            return self.outcome_of("")
+        return self.outcomes.pop(x)
+
+    def close(self) -> None:
+        """End all processes."""
+        atexit.unregister(self.close)
+        self.connection.close()
+        self.process.join()
+        self.here.close()
+
+
+def _host(conversations: Conversations, connection: Connection, ours: Connection) -> None:
+    """Answer the trainer until it closes its end of the connection."""
+    guard.die_with_parent()
+    ours.close()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the trainer may still need conversations
+        signal.signal(number, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or the first use warns that this process was forked
+    selector = conversations.environments.selector = selectors.DefaultSelector()  # the other one is the trainer's too
+    trajectories: dict[int, Trajectory] = {}
+    sender = ThreadPoolExecutor(1)  # or both sides could wait until the other one reads
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            answers: list[tuple[Trajectory, list[int] | None]] = []
+            # pyrefly: ignore[bad-argument-type]  # a selector of Linux is a file that is ready when one of its files is
+            if connection in wait([connection, selector], CHECK_S):
+                for message in connection.recv():
+                    answers += _obey(conversations, trajectories, *message)
+            answers += conversations.answers(0.0)
+            if answers:
+                told = pickle.dumps([_told(conversations, trajectories, x, ids) for x, ids in answers])
+                sender.submit(connection.send_bytes, told)
+    sender.shutdown()
+    conversations.close()
+
+
+def _obey(
+    conversations: Conversations, trajectories: dict[int, Trajectory], command: str, number: int, *values: Any
+) -> list[tuple[Trajectory, None]]:
+    """Do what a message of the trainer says; returns the response if it has ended by that."""
+    if command == "begin":
+        row, sampling, seed = values
+        x = trajectories[number] = Trajectory((number, 0), row, sampling, None)
+        conversations.begin(x, seed)
+    elif (x := trajectories.get(number)) is None:
+        pass  # it has ended, which the trainer did not know yet
+    elif command == "end":
+        conversations.end(trajectories.pop(number))
+    else:
+        ids, x.finish_reason = values
+        x.ids += ids
+        if not conversations.after(x):
+            return [(x, None)]
+    return []
+
+
+def _told(
+    conversations: Conversations, trajectories: dict[int, Trajectory], x: Trajectory, ids: list[int] | None
+) -> tuple[int, list[int] | None, str, Outcome | None]:
+    """An answer as the trainer gets it."""
+    number = x.key[0]
+    if ids is not None:
+        x.ids += ids
+        return number, ids, x.finish_reason, None
+    del trajectories[number]
+    return number, None, x.finish_reason, conversations.end(x)

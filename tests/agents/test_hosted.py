@@ -1,0 +1,86 @@
+"""Conversations in a process of their own: they are those of the same process, and what is given up ends."""
+
+import os
+import signal
+
+import launch
+import pytest
+from helpers_engines import TEMPERATURE, push
+from test_environments import STOPS, Made, facts, rows_of, sample, tokenizer  # noqa: F401
+
+from extras.agents import EnvironmentFlags
+from extras.agents.conversations import Conversations
+from rl.data.types import Sampling
+from rl.sampling.groups import sample_groups
+from rl.sampling.loop import Loop, Trajectory
+
+WAY = Sampling(n=2, temperature=TEMPERATURE, max_tokens=200, stop_token_ids=STOPS)
+
+
+@pytest.fixture
+def made(tmp_path, tokenizer):  # noqa: F811
+    made = Made(tmp_path, tokenizer)
+    yield made
+    made.partner.close()
+
+
+def test_they_are_equal_to_those_of_the_same_process(engine, policy, made, tokenizer):  # noqa: F811
+    push(engine, policy)
+    flags = EnvironmentFlags(environment=str(made.file), environment_timeout=15.0, max_turns=8)
+    here = Conversations(flags, tokenizer, STOPS)
+    rows = rows_of(tokenizer, *({"turns": turns} for turns in (1, 2, 3, 9)), {"turns": 1, "does": "raise"})
+    own = sample_groups(engine, rows, WAY, partner=here, seed=3)
+    here.close()
+    hosted = sample(engine, made, rows, seed=3)
+    assert facts(own) == facts(hosted) and {x.finish_reason for x in own} >= {"stop", "error"}
+    assert [x.outcome.facts["rewards"] for x in own] == [x.outcome.facts["rewards"] for x in hosted]
+    partner = made.partner
+    assert not (partner.open or partner.numbers or partner.sent or partner.outcomes or partner.messages)
+
+
+def test_what_is_given_up_ends_there_and_its_answers_are_nobodys(hf_engine, policy, made, tokenizer):  # noqa: F811
+    push(hf_engine, policy)
+    loop = Loop(hf_engine, made.partner, seed=1)
+    for row in rows_of(tokenizer, *[{"turns": 9, "latency": 0.3}] * 3):
+        loop.start(row["row_index"], row, WAY)
+    while loop.is_open() and not any(x.turns for x in loop.trajectories.values()):
+        loop.step()
+    assert len(launch.until(made.pids)) <= 6 and len(loop.trajectories) == 6
+    loop.abandon()
+    again = sample(hf_engine, made, rows_of(tokenizer, {"turns": 1}))  # sends what was given up
+    assert len(again) == 2 and all(x.finish_reason != "error" for x in again)
+    launch.until(lambda: not any(map(launch.alive, made.pids())), 60, "a process is left behind")
+    assert not (made.partner.open or made.partner.numbers)
+
+
+def test_rows_and_answers_that_fill_the_connection_both_arrive(made, tokenizer):  # noqa: F811
+    """8 MB on the way there while as much comes back."""
+    partner, way = made.partner, Sampling(max_tokens=10**7, stop_token_ids=STOPS)
+    about = [{"turns": 1, "does": "megabyte", "more": "x" * 10**6}] * 8
+    waiting = {Trajectory((i, 0), row, way, None) for i, row in enumerate(rows_of(tokenizer, *about))}
+    for x in waiting:
+        partner.begin(x, 0)
+    ended = []
+    for _ in range(1000):
+        for x, ids in partner.answers(0.1):
+            if ids is None:
+                ended.append((x.finish_reason, partner.end(x).extra_info["messages"]))
+                continue
+            x.tell(ids)
+            if x.turns == 0:
+                x.tell([5, STOPS[1]])  # the policy says this
+                x.turns, x.finish_reason = 1, "stop"
+                assert partner.after(x)
+            else:
+                ended.append((len(ids), partner.end(x).extra_info["messages"]))
+        if len(ended) == 8:
+            break
+    assert len(ended) == 8 and all(isinstance(n, int) and n >= 10**5 for n, _ in ended)
+
+
+def test_the_death_of_the_process_is_an_error_that_says_so(hf_engine, policy, made, tokenizer):  # noqa: F811
+    push(hf_engine, policy)
+    os.kill(made.partner.process.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"the process of the conversations has ended \(exit code -9\)"):
+        sample(hf_engine, made, rows_of(tokenizer, {"turns": 1}))
+    hf_engine.abort()
