@@ -31,14 +31,10 @@ def check_teacher(
     RuntimeError if a server fails.
     """
     if flags.teacher_url is None:
-        check_second_model(
-            "--teacher-model",
-            flags.teacher_model,
-            tokenizer,
-            policy=student,
-            longest=longest,
-            instead="let vllm serve it, and give --teacher-url",
-        )
+        try:
+            check_second_model("--teacher-model", flags.teacher_model, tokenizer, policy=student, longest=longest)
+        except ValueError as error:
+            raise ValueError(f"{error}; or let vllm serve it, and give --teacher-url") from error
         return
     server.check(flags, tokenizer, student=student, longest=longest)
     server.score(flags, _vocabulary(student), top_k, [tokenizer(PROBE, add_special_tokens=False)["input_ids"]])

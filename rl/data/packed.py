@@ -7,20 +7,16 @@ samples = derive(rows, make, "tokenize")        what `make` makes of the rows, w
 """
 
 import pickle
+import zlib
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
-
-import pyarrow as pa
 
 from rl.console import progress
 from rl.data.types import Row
 
 T = TypeVar("T")
 
-BLOCK_BYTES = 2**14  # items that are compressed together have at least so many bytes
-TRIM_BLOCKS = 2**12  # after so many, what was freed meanwhile is given back to the system
 CHUNK_ROWS = 16  # rows that `derive` works on at a time
 
 
@@ -28,36 +24,22 @@ class Packed(Generic[T]):
     """Items that are appended and read by number. Each call of `get` makes a new object."""
 
     def __init__(self):
-        self.blocks: list[tuple[int, bytes]] = []  # size before compression, and what it became
-        self.firsts = array("q", [0])  # number of the first item of each block, and of `last`
-        self.last: list[bytes] = []  # items that are not compressed yet
-        self.last_bytes = 0
-        self.unpacked: tuple[int, list[bytes]] = (-1, [])  # the block that was read last: rows are read in order
+        self.first = b""  # the first item, pickled: of the others only that is kept in which they differ from it
+        self.compressed: list[bytes] = []
 
     def __len__(self) -> int:
-        return self.firsts[-1] + len(self.last)
+        return len(self.compressed)
 
     def append(self, item: T) -> None:
         """Add an item, which must be picklable. Raises RecursionError if it is nested too deeply."""
-        self.last.append(pickle.dumps(item, pickle.HIGHEST_PROTOCOL))
-        self.last_bytes += len(self.last[-1])
-        if self.last_bytes >= BLOCK_BYTES:
-            block = pickle.dumps(self.last, pickle.HIGHEST_PROTOCOL)
-            self.blocks.append((len(block), pa.compress(block, codec="zstd", asbytes=True)))
-            self.firsts.append(len(self))
-            self.last, self.last_bytes = [], 0
-            if len(self.blocks) % TRIM_BLOCKS == 0:
-                pa.system_memory_pool().release_unused()  # trims the heap, where blocks lie between what was freed
+        pickled = pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
+        self.first = self.first or pickled
+        compressor = zlib.compressobj(level=1, zdict=self.first)
+        self.compressed.append(compressor.compress(pickled) + compressor.flush())
 
     def get(self, number: int) -> T:
         """Item `number`, from 0."""
-        place = bisect_right(self.firsts, number) - 1
-        block, items = self.unpacked if place < len(self.blocks) else (place, self.last)
-        if block != place:
-            size, content = self.blocks[place]
-            items = pickle.loads(pa.decompress(content, decompressed_size=size, codec="zstd"))
-            self.unpacked = place, items  # in one assignment, since threads read rows too
-        return pickle.loads(items[number - self.firsts[place]])
+        return pickle.loads(zlib.decompressobj(zdict=self.first).decompress(self.compressed[number]))
 
     def items(self) -> "Lazy[T]":
         """All items that were appended until now."""

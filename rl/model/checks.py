@@ -16,9 +16,6 @@ from rl.data.template import load_tokenizer
 from rl.model.roles import CAUSAL_LM, CausalLM, Learning
 
 PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # tokenizers differ in this text
-REFUSED = {  # model_type -> why
-    "gpt_oss": "its files hold experts of four bits, and vLLM copies the experts of a push past its own weight loaders"
-}
 LENGTHS = "--max-prompt-length + --max-response-length"  # flags that limit the tokens of a sequence
 WHOLE = (
     "give the folder of a whole model as save_pretrained of transformers writes it, such as a checkpoint's "
@@ -116,7 +113,6 @@ def check_model(
     flag: str = "--model",
     longest: int,
     limits: str = LENGTHS,
-    instead: str = "choose another model",
     is_trained: bool = True,
     learning: Learning | None = None,
     **texts: Any,
@@ -128,28 +124,21 @@ def check_model(
     Args:
         kind: what it is read as.
         longest, limits: tokens of the longest sequence, and the flags that say so.
-        instead: what to do if it is of a family that is refused.
         is_trained: False if only an engine reads it, which may know weights of fewer bits.
         learning: what of it learns, None if nothing does.
         texts: as for `load_tokenizer`.
 
-    Raises ValueError naming the flag, also as `CausalLM.check`, `check_trainable`, `read_model` and
+    Raises ValueError naming the flag, also as `CausalLM.check`, `check_context`, `check_trainable`, `read_model` and
     `Learning.check_model`.
     """
     config, where = read_config(path, flag=flag), f"{flag} {path}"
     kind.check(config, where)
+    check_context(path, longest, limits)
     if is_trained:
-        check_trainable(path, longest, limits, flag=flag, instead=instead)
-    else:
-        check_context(path, longest, limits)
-    quantization = config.to_dict().get("quantization_config")
-    quantization = quantization or config.get_text_config().to_dict().get("quantization_config")
-    if quantization and is_trained:
-        method = quantization.get("quant_method")
-        raise ValueError(f"{where}: its weights are quantized ({method}); give the model before that, to be trained")
+        check_trainable(path, longest, limits, flag=flag)
     tokenizer = load_tokenizer(path, flag=flag, **texts)
     check_tokenizer(tokenizer, config.get_text_config().vocab_size, where)
-    if Path(path).is_dir() and not quantization:
+    if Path(path).is_dir() and not quantization_of(config):
         model, _ = read_model(path, kind, flag=flag, as_in_files=True, device_map="meta")
         for name, x in model.named_parameters():
             if x.dtype.itemsize < 2:
@@ -188,22 +177,29 @@ def check_heads(model: str, size: int) -> None:
         raise ValueError(f"--tensor-model-parallel-size {size} {problem}; choose a divisor of that number")
 
 
-def check_trainable(
-    path: str, tokens: int, flags: str = LENGTHS, *, flag: str = "--model", instead: str = "choose another model"
-) -> None:
+def check_trainable(path: str, tokens: int, flags: str = LENGTHS, *, flag: str = "--model") -> None:
     """Raise ValueError, from the config alone, if the model in `path`, which `flag` has named, cannot be trained on so
-    many tokens: `check_context` fails, its family is in `REFUSED` (the message proposes `instead`), or its rotary
-    embeddings depend on what else is packed.
+    many tokens: its weights are quantized, weights of its kind cannot be pushed to vLLM, or its rotary embeddings
+    depend on what else is packed.
     """
-    check_context(path, tokens, flags)
-    config = AutoConfig.from_pretrained(path).get_text_config()
-    if (reason := REFUSED.get(config.model_type)) is not None:
-        raise ValueError(f"{flag} {path}: {config.model_type} cannot be trained here: {reason}; {instead}")
+    whole = AutoConfig.from_pretrained(path)
+    config, where = whole.get_text_config(), f"{flag} {path}"
+    if config.model_type == "gpt_oss":
+        problem = "its experts have four bits, and vLLM copies those of a push past its own weight loaders"
+        raise ValueError(f"{where}: gpt_oss cannot be trained here: {problem}; choose another model")
+    if method := quantization_of(whole):
+        raise ValueError(f"{where}: its weights are quantized ({method}); give the model before that, to be trained")
     rope, entry = getattr(config, "rope_parameters", None) or {}, "original_max_position_embeddings"
     ropes = (rope, *rope.values())  # one for all layers, or one for each type of layer
     varies = any(isinstance(x, dict) and x.get("rope_type") in ("dynamic", "longrope") for x in ropes)
     if varies and tokens > (limit := rope.get(entry) or getattr(config, entry, None) or math.inf):
         raise ValueError(
-            f"{flag} {path}: {config.model_type} turns positions by another angle once a sequence has more than "
+            f"{where}: {config.model_type} turns positions by another angle once a sequence has more than "
             f"{limit} tokens, also for shorter ones that run with it; {flags} = {tokens}, lower it"
         )
+
+
+def quantization_of(config: PreTrainedConfig) -> str | None:
+    """The method by which the weights of a model are quantized; None if they are not."""
+    of_parts = (x.to_dict().get("quantization_config") for x in (config, config.get_text_config()))
+    return next((x.get("quant_method", "unknown") for x in of_parts if x), None)

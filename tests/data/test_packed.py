@@ -1,6 +1,7 @@
 """Rows that are read, kept and tokenized bit by bit: the same as at once, and in little memory."""
 
 import json
+import pickle
 import random
 import string
 
@@ -28,10 +29,9 @@ ITEMS = [{"a": i, "b": ["x" * i, None, 10**i, 0.5]} for i in range(30)]
 
 @pytest.fixture(params=[False, True], ids=["at once", "bit by bit"])
 def bit_by_bit(request, monkeypatch):
-    """Two rows at a time, each compressed alone."""
+    """Two rows at a time."""
     if request.param:
-        for name, value in dict(BLOCK_BYTES=1, CHUNK_ROWS=2).items():
-            monkeypatch.setattr(packed, name, value)
+        monkeypatch.setattr(packed, "CHUNK_ROWS", 2)
         monkeypatch.setattr(rows, "BATCH_ROWS", 2)
 
 
@@ -43,15 +43,12 @@ def write(path, given, **options):
     return path
 
 
-@pytest.mark.parametrize("block", [1, 100, 1000, 10**6])
-def test_packed_items_come_back_in_any_order(monkeypatch, block):
-    monkeypatch.setattr(packed, "BLOCK_BYTES", block)
+def test_packed_items_come_back_in_any_order():
     store = Packed()
     for i, item in enumerate(ITEMS):
         store.append(item)
         assert store.get(i) == item and len(store) == i + 1
     items = store.items()
-    assert len(store.blocks) == {1: 30, 10**6: 0}.get(block, len(store.blocks))
     assert list(items) == ITEMS
     assert [items[i] for i in (29, 0, 13, 12, -1, 28)] == [ITEMS[i] for i in (29, 0, 13, 12, -1, 28)]
     assert list(items[3:20:4]) == ITEMS[3:20:4] and list(items[5:][2:4]) == ITEMS[7:9] and list(items[:None]) == ITEMS
@@ -116,7 +113,6 @@ def test_demonstrations_and_comparisons_are_the_same_bit_by_bit(tmp_path, bit_by
 
 
 def test_derive_makes_everything_once_and_several_rows_at_a_time(monkeypatch):
-    monkeypatch.setattr(packed, "BLOCK_BYTES", 1)
     asked = []
 
     def make(chunk):
@@ -137,9 +133,8 @@ def test_a_million_rows_take_little_memory():
     )
     for i, text in enumerate(texts):
         store.append(rl_row(text, str(i)) | {"row_index": i, "row_place": f"/data/train.parquet: row {i}"})
-    assert sum(len(content) for _, content in store.blocks) < 100 * len(texts)
-    assert sum(size for size, _ in store.blocks) > 300 * len(texts)
-    assert sum(map(len, store.last)) < 2 * packed.BLOCK_BYTES and len(store.firsts) == len(store.blocks) + 1
+    assert sum(map(len, store.compressed)) < 100 * len(texts)
+    assert sum(len(pickle.dumps(row)) for row in store.items()) > 300 * len(texts)
     assert isinstance(store.items().places, range)
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data import smollm2
 from rl.data.encode import encode_prompts
 from rl.data.template import stop_token_ids
-from rl.model.checks import check_trainable
+from rl.model.checks import check_context, check_trainable
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,7 @@ def test_it_can_continue_a_text(folder):
 
 def test_the_folder_is_one_that_the_scripts_take(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    check_context(str(folder), 1024, "--max-length")
     check_trainable(str(folder), 1024, "--max-length")
     rows = [{"prompt": [{"role": "user", "content": "12+35=?"}], "row_index": 0, "data_source": "x"}]
     [row] = encode_prompts(tokenizer, rows, max_prompt_length=64)

@@ -35,7 +35,7 @@ from rl.data.template import load_tokenizer
 from rl.data.types import Sampling
 from rl.flags import build
 from rl.model import load as models
-from rl.model.checks import check_trainable
+from rl.model.checks import check_context, check_trainable
 from rl.model.logprobs import token_logprobs
 from rl.model.self_test import random_batch
 from rl.model.sharding import Memory, shard
@@ -276,9 +276,9 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_loaded(kind, tmp_p
 
 def test_positions_count_under_every_name_that_a_config_has_for_them(tmp_path):
     GPT2Config(vocab_size=80, n_embd=32, n_layer=1, n_head=2, n_positions=32).save_pretrained(tmp_path)
-    check_trainable(str(tmp_path), 32)
+    check_context(str(tmp_path), 32)
     with pytest.raises(ValueError, match="33 tokens, but .* has 32 positions; lower it"):
-        check_trainable(str(tmp_path), 33)
+        check_context(str(tmp_path), 33)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from benchmarks import recipes as benchmark
 from extras.plan import exit_if_planning
 from rewards.by_data_source import reward_name
 from rl.flags import change, check_limits, flat
-from rl.model.checks import check_trainable
+from rl.model.checks import check_context, check_trainable
 from rl.model.sharding import clip_grad_norm
 
 CONFIGS = ROOT / "tests" / "recipes"
@@ -99,7 +99,8 @@ def test_a_command_starts_as_many_processes_as_it_has_gpus_and_its_flags_are_rig
     args = recipe.args
     assert recipe.gpus % args.rollout.tensor_model_parallel_size == 0
     check_limits(args)
-    check_trainable(args.model, args.max_prompt_length + args.max_response_length)
+    for check in (check_context, check_trainable):
+        check(args.model, args.max_prompt_length + args.max_response_length)
     script = importlib.import_module(recipe.script.removesuffix(".py"))
     if "validate" in vars(script):
         script.validate(args)
