@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3239,
+    "core": 3216,
     "wall": 1619,
-    "import train_grpo": 4179,
-    "import sft": 2509,
-    "import eval": 1464,
+    "import train_grpo": 4156,
+    "import sft": 2503,
+    "import eval": 1441,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
