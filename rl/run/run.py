@@ -127,7 +127,7 @@ class Run:
         (policy, _), path = next(iter(trained.values())), self.resume_from
         self.trained, self.sampler = trained, sampler
         engine = sampler.engine if sampler else None
-        notes = [sampler.scorer.report] if sampler else []  # lines for the console
+        notes = [sampler.task.scorer.report] if sampler else []  # lines for the console
         self.offloaded = () if self.memory.param_offload else offloaded  # on the host already
         if path:
             checkpoint.load(path, trained, moments_on_host=self.memory.optimizer_offload)
@@ -147,7 +147,7 @@ class Run:
             started("largest micro-batch")
             notes.append(plan)
         if sampler is not None:
-            sampler.scorer.load_judges(self.ranks, budget_of(self.memory)[1], self.memory.fsdp_size)
+            sampler.task.scorer.load_judges(self.ranks, budget_of(self.memory)[1], self.memory.fsdp_size)
             sampler.engine.policy_version = self.first_step  # with one push per step, that of an unbroken run
         self.saver.record["memory"] |= vars(self.memory)
         policy.packed = replace(policy.packed, max_tokens=budget_of(self.memory)[1])

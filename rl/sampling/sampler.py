@@ -11,6 +11,7 @@ responses are waited for (reward). Other processes score each group as soon as i
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -50,37 +51,27 @@ class Task(NamedTuple):
     seed: int
 
 
+@dataclass(eq=False)
 class Sampler:
     """Samples, checks and scores the responses of each step; see the top of this file. All data ranks must make all
     calls.
 
-    Args:
-        engine: asleep.
-        states: what `state` returned on each rank when the checkpoint was saved; empty in a new run.
-        end_phase: called with the name of each phase when it ends. If the run was asked to stop, this call saves and
-            exits instead of returning, so that nobody sees the incomplete responses.
-        make_room: called before the engine wakes up, to free the memory that the engine needs.
-        take_back: called after the engine went to sleep, to move back what `make_room` has moved away.
+    If the run was asked to stop, `end_phase` saves and exits instead of returning, so that nobody sees the incomplete
+    responses.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        task: Task,
-        ranks: Ranks,
-        states: Sequence[dict[str, Any]],
-        end_phase: Callable[[str], None],
-        make_room: Callable[[], None],
-        take_back: Callable[[], None],
-    ):
-        self.engine, self.task, self.ranks, self.states = engine, task, ranks, states
-        self.end_phase, self.make_room, self.take_back = end_phase, make_room, take_back
-        self.scorer = task.scorer
-        self.is_awake = False
-        # What the last call of `sample` has left, until the engine is woken again: the prompts of all ranks, and the
-        # responses that this rank has sampled. `sleep` checks these responses, and `Run.log_step` shows some of them.
-        self.rows: Sequence[Row] = ()
-        self.own_samples: Sequence[Sample] = ()
+    engine: Engine  # asleep
+    task: Task
+    ranks: Ranks
+    states: Sequence[dict[str, Any]]  # what `state` gave on each rank when the checkpoint was saved; [] in a new run
+    end_phase: Callable[[str], None]  # called with the name of each phase when it ends
+    make_room: Callable[[], None]  # called before the engine wakes up, to free the memory that the engine needs
+    take_back: Callable[[], None]  # called after the engine went to sleep, to move back what `make_room` has moved away
+    is_awake: bool = False
+    # What the last call of `sample` has left, until the engine is woken again: the prompts of all ranks, and the
+    # responses that this rank has sampled. `sleep` checks these responses, and `Run.log_step` shows some of them.
+    rows: Sequence[Row] = ()
+    own_samples: Sequence[Sample] = ()
 
     @property
     def version(self) -> int:
@@ -128,11 +119,11 @@ class Sampler:
         is sampled is a function of --seed, of these numbers, such as that of the step, and of the weights.
         """
         task, seed = self.task, derive_seed(self.task.seed, *numbers, self.engine.first_rank)
-        return sample_groups(self.engine, own_rows, sampling, self.scorer.submit, task.partner, seed=seed)
+        return sample_groups(self.engine, own_rows, sampling, task.scorer.submit, task.partner, seed=seed)
 
     def collect(self, samples: Sequence[Sample]) -> list[Sample]:
         """Wait for the scores of this rank's samples. Returns the samples with these."""
-        return self.scorer.collect(samples)
+        return self.task.scorer.collect(samples)
 
     def sleep(self, policy: nn.Module) -> None:
         """Put the engine to sleep. Then check with a few of the last samples that the engine had the policy's weights:
@@ -154,7 +145,7 @@ class Sampler:
         task, own_rows = self.task, self.ranks.own_slice(self.task.val_rows)
         own_samples = self.ask(own_rows, task.validation.settings(task.sampling))
         shown = task.val_rows[: task.validation.log_val_generations]
-        return summarize(own_rows, self.scorer.collect(own_samples), task.tokenizer, self.ranks, shown=shown)
+        return summarize(own_rows, task.scorer.collect(own_samples), task.tokenizer, self.ranks, shown=shown)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to hold of this rank's sampler: nothing here, since prompts and seeds follow from the
@@ -164,5 +155,5 @@ class Sampler:
 
     def close(self) -> None:
         """End the processes that score, and the engine."""
-        self.scorer.close()
+        self.task.scorer.close()
         self.engine.close()

@@ -93,7 +93,7 @@ def test_judges_are_loaded_with_the_micro_batch_that_the_rehearsal_has_left(star
     run.ranks = replace(run.ranks, device=torch.device("cuda"))
     sampling = dict(ppo_epochs=1, ppo_mini_batch_size=None, rollout_n=1)
     monkeypatch.setattr(training_run, "flat", lambda args: sampling)
-    run.begin({"actor": (policy, None)}, SimpleNamespace(engine=engine, scorer=scorer))
+    run.begin({"actor": (policy, None)}, SimpleNamespace(engine=engine, task=SimpleNamespace(scorer=scorer)))
     assert order == [4096, (1024, 1)] and run.memory == fewer and policy.packed.max_tokens == 1024
 
 
