@@ -26,9 +26,9 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3216,
+    "core": 3212,
     "wall": 1619,
-    "import train_grpo": 4156,
+    "import train_grpo": 4152,
     "import sft": 2503,
     "import eval": 1441,
     "eval.py": 107,
