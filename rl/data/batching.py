@@ -75,34 +75,43 @@ def shared_prefix(batch: Batch) -> torch.Tensor:
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], rows: Sequence[int], *, world_size: int, max_tokens: int, shared: Sequence[int] = ()
+    lengths: Sequence[int],
+    rows: Sequence[int],
+    *,
+    world_size: int,
+    max_tokens: int,
+    shared: Sequence[int] = (),
+    rows_per_unit: int = 1,
 ) -> list[list[list[int]]]:
     """Split the rows of one optimizer step over ranks and micro-batches: plan[rank][micro] is a list of rows.
 
-    The rows are cut, in their order, into micro-batches of at most `max_tokens`; a longer row gets one of its own.
+    The rows are cut, in their order, into micro-batches of at most `max_tokens`; a longer unit gets one of its own.
     Every rank gets the same number of micro-batches, as few as possible, and the largest is as small as possible. Ranks
     wait for each other in every micro-batch, so those of similar size run at the same time. If there are not enough
     for all ranks, some ranks get empty lists at the end. This is a pure function of its arguments, so all ranks agree
     on the plan without talking.
 
-    Args: shared, the `shared_prefix` of every row, tokens that cost nothing in the micro-batch of the row above it.
+    Args: shared, the `shared_prefix` of every row, tokens that cost nothing in the micro-batch of the row above it;
+    rows_per_unit, how many rows, such as 2 of a pair, are never separated.
 
     Example: lengths [5, 4, 3, 2], rows [0, 1, 2, 3], max_tokens 5, world_size 1 -> [[[0], [2, 3], [1]]]; world_size 2
     -> [[[0], [2]], [[1], [3]]]; world_size 1, max_tokens 7, shared [0, 3, 2, 1] -> [[[0, 1], [2, 3]]].
     """
-    shared = shared or [0] * len(lengths)
+    shared, rows, n = shared or [0] * len(lengths), sorted(rows), rows_per_unit
+    units = [rows[start : start + n] for start in range(0, len(rows), n)]
+    sizes = [sum(lengths[i] for i in unit) - sum(shared[i] for i in unit[1:]) for unit in units]
 
     def cut(limit: int) -> tuple[list[list[int]], list[int]]:
-        """Micro-batches of at most `limit` tokens, each row in the last one if that has room, and their tokens."""
+        """Micro-batches of at most `limit` tokens, each unit in the last one if that has room, and their tokens."""
         micros, tokens = [], []
-        for row in sorted(rows):
-            more = lengths[row] - (shared[row] if micros and micros[-1][-1] == row - 1 else 0)
+        for unit, size in zip(units, sizes, strict=True):
+            more = size - (shared[unit[0]] if micros and micros[-1][-1] == unit[0] - 1 else 0)
             if micros and tokens[-1] + more <= limit:
-                micros[-1].append(row)
+                micros[-1] += unit
                 tokens[-1] += more
             else:
-                micros.append([row])
-                tokens.append(lengths[row])
+                micros.append([*unit])
+                tokens.append(size)
         return micros, tokens
 
     count = math.ceil(len(cut(max_tokens)[0]) / world_size)  # micro-batches of a rank
@@ -130,25 +139,20 @@ def plan_updates(
     Args:
         lengths: tokens of every row of the step, on all ranks.
         mini_batch_size: rows of an optimizer step; the last one may have fewer.
-        max_tokens, shared: as for `plan_micro_batches`.
+        max_tokens, shared, rows_per_unit: as for `plan_micro_batches`.
         learned: tokens of every row that the loss counts, for `num_tokens` and `num_seqs`; by default all.
-        rows_per_unit: so many rows, such as 2 of a pair, share a micro-batch, even one of more than `max_tokens`.
         names: what the updates call the rows, ascending within a mini-batch; by default 0, 1, ...
 
     Raises ValueError if a mini-batch would cut a unit apart.
     """
-    n, shared, learned = rows_per_unit, shared or [0] * len(lengths), learned or lengths
-    names = names or range(len(lengths))
+    names, learned, n, updates = names or range(len(lengths)), learned or lengths, rows_per_unit, []
     if mini_batch_size % n or len(lengths) % n:
         raise ValueError(f"{mini_batch_size} of {len(lengths)} rows are no multiple of {n}, which belong together")
-    members = [range(k * n, (k + 1) * n) for k in range(len(lengths) // n)]  # the rows of every unit
-    units = [sum(lengths[i] for i in rows) - sum(shared[i] for i in rows[1:]) for rows in members]
-    limits = dict(max_tokens=max_tokens, shared=[shared[rows[0]] for rows in members], world_size=ranks.data_size)
-    updates = []
+    limits = dict(world_size=ranks.data_size, max_tokens=max_tokens, shared=shared, rows_per_unit=n)
     for start in range(0, len(lengths), mini_batch_size):
         mini = range(start, min(start + mini_batch_size, len(lengths)))
-        plan = plan_micro_batches(units, range(mini.start // n, mini.stop // n), **limits)
-        plan = [[[names[i] for unit in micro for i in members[unit]] for micro in micros] for micros in plan]
+        plan = plan_micro_batches(lengths, mini, **limits)
+        plan = [[[names[i] for i in micro] for micro in micros] for micros in plan]
         rows_of_rank = [sorted(i for micro in micros for i in micro) for micros in plan]
         num_tokens, num_seqs = sum(learned[i] for i in mini), sum(learned[i] > 0 for i in mini)
         rows = names[mini.start : mini.stop]
@@ -234,13 +238,7 @@ def _deliver(responses: Sequence[Sample], rows_of_rank: list[list[int]], ranks: 
     me, parcels = ranks.data_rank, []
     for rank, rows in enumerate(rows_of_rank):
         sent = [responses[i] for i in rows if responses[i].rank == me != rank]
-        tokens = [(s.response_ids, s.response_mask, s.rollout_logprobs, s.columns) for s in sent]
-        parcels.append(pickle.dumps(tokens))
+        parcels.append(pickle.dumps([s.tokens() for s in sent]))
     received = [iter(pickle.loads(parcel)) for parcel in ranks.send(parcels)]
-
-    def with_tokens(s: Sample) -> Sample:
-        ids, mask, logprobs, columns = next(received[s.rank])
-        return replace(s, response_ids=ids, response_mask=mask, rollout_logprobs=logprobs, columns=columns)
-
     mine = [responses[i] for i in rows_of_rank[me]]
-    return [s if s.rank == me else with_tokens(s) for s in mine]
+    return [s if s.rank == me else replace(s, **next(received[s.rank])) for s in mine]

@@ -61,14 +61,16 @@ def prompt_ids(
     """The ids of prompts. Of one that has far more than `limit` tokens they are those of its beginning. Args: text_of,
     see `encode_prompts`.
     """
+    attachments = [attachments_of(tokenizer, row) for row in rows]
     texts = [start_of(tokenizer, (text_of or prompt_text)(tokenizer, row), limit) for row in rows]
     encoded, prompts = tokenizer(texts, return_special_tokens_mask=True), []
-    for row, whole, is_added in zip(rows, encoded["input_ids"], encoded["special_tokens_mask"], strict=True):
+    for i, row in enumerate(rows):
+        whole, is_added = encoded["input_ids"][i], encoded["special_tokens_mask"][i]
         ids = [x for x, added in zip(whole, is_added, strict=True) if not added]  # those of the text itself
         if not ids:
             raise ValueError(f"{named(row)}: the prompt {shown(row['prompt'])} has no tokens in this vocabulary")
         if limit is None or len(ids) <= limit:
-            ids, _ = attachments_of(tokenizer, row).in_ids(ids)
+            ids, _ = attachments[i].in_ids(ids)
         if isinstance(row["prompt"], str):
             front = whole[: is_added.index(0)]  # what the tokenizer puts in front of a text, such as BOS
             first = next((x for x in ids if tokenizer.decode([x]).strip()), None)  # behind white space

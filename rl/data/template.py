@@ -22,7 +22,6 @@ from rl.data.flags import Texts
 Tokenizer = PreTrainedTokenizerBase
 
 THOUGHTS = ("<think>", "<thinking>", "[THINK]", "<seed:think>")  # what a partial answer that thinks begins with
-THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of a message, in the templates that read one
 # What a template may raise.
 FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -143,5 +142,4 @@ def continued(tokenizer: Tokenizer, messages: Sequence[dict], **how: Any) -> str
         closed, opened = (render(tokenizer, before, add_generation_prompt=x, **how) for x in (False, True))
         opening = opened[len(closed) :] if opened.startswith(closed) else ""  # with a thought of its own, perhaps empty
         return opened[: len(opened) - len(opening)] + opening.partition(tag)[0] + said
-    field = next((x for x in THOUGHT_FIELDS if last.get(x)), True)
-    return render(tokenizer, messages, continue_final_message=True if said.strip() else field, **how)
+    return render(tokenizer, messages, continue_final_message=True, **how)

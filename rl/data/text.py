@@ -26,7 +26,9 @@ from rl.data.attachments import attachments_of
 from rl.data.rows import Row, is_absent, named, shown
 from rl.data.template import FAULTS, Tokenizer, render, rendering_of, variables
 
+Text = tuple[str, str]  # its place in the row, such as prompt[1].content, and itself
 Mark = Callable[[str, str], str]  # (place, text) -> what stands there instead
+Drawn = Callable[[Mark], str]  # what the template writes of messages and tools with marks
 
 # Fields whose texts need not be among the tokens. Templates rename roles, read types, and leave out ids.
 METADATA = frozenset({"role", "type", "id", "tool_call_id"})
@@ -91,7 +93,7 @@ def write(
         raise ValueError(f"{named(row)}: the chat template rejects the messages {shown(messages)}: {error}") from error
     if checked and not rendering_of(tokenizer).allow_dropped_text:
         renamed = {f"{field}[{len(messages) - 1}].content": last} if last else {}
-        texts: list[tuple[str, str]] = []  # each with its place
+        texts: list[Text] = []
         shape = marked(lambda place, said: texts.append((renamed.get(place, place), said)) or "")
         _check(tokenizer, row, text, texts, repr(shape), drawn)
     return attachments.in_text(text)
@@ -126,19 +128,12 @@ def shown_count(count: int, limit: int) -> str:
 # Dropped text
 
 
-def _check(
-    tokenizer: Tokenizer,
-    row: Row,
-    text: str,
-    texts: Sequence[tuple[str, str]],
-    shape: str,
-    drawn: Callable[[Mark], str],
-) -> None:
+def _check(tokenizer: Tokenizer, row: Row, text: str, texts: list[Text], shape: str, drawn: Drawn) -> None:
     """Raise ValueError if the `text` that the template wrote lacks one of the `texts` of messages and tools, or what
     the template would make of another column.
 
-    Args: texts, each with its place; shape, what messages and tools are without them; drawn(mark), what the template
-    writes of messages and tools with marks.
+    Args: shape, what messages and tools are without their texts; drawn(mark), what the template writes of messages and
+    tools with marks.
     """
     read = row.keys() & variables(tokenizer) - {"messages", "tools"}
     if unread := sorted(name for name in read if not is_absent(row[name])):
@@ -210,7 +205,7 @@ def forms(text: str) -> Iterator[str]:
     yield "".join(str(markupsafe.escape(text)).split())
 
 
-def _dropped(text: str, drawn: Callable[[Mark], str]) -> int | None:
+def _dropped(text: str, drawn: Drawn) -> int | None:
     """The number of the first text without which the template would have written the same `text`; None without one.
 
     A marker behind each word has to be in what the template writes. If one is not, words are marked alone: the template

@@ -147,6 +147,10 @@ class Sample:
         """Whether this rank has the tokens."""
         return self.response_ids is not None
 
+    def tokens(self) -> dict[str, Any]:
+        """What only ranks have that have the tokens: fields by name."""
+        return {x: getattr(self, x) for x in ("response_ids", "response_mask", "rollout_logprobs", "columns")}
+
     @property
     def num_tokens(self) -> int:
         """Prompt plus response tokens."""
@@ -160,8 +164,8 @@ class Sample:
     def without_tokens(self) -> "Sample":
         """What ranks know of it that do not have the tokens."""
         score, outcome = self.score and self.score._replace(text=""), self.outcome and self.outcome.for_other_ranks()
-        none = dict.fromkeys(("response_ids", "response_mask", "rollout_logprobs"))
-        return replace(self, **none, columns={}, score=score, outcome=outcome)
+        none = dict.fromkeys(self.tokens()) | {"columns": {}}
+        return replace(self, **none, score=score, outcome=outcome)
 
 
 @dataclass(frozen=True)

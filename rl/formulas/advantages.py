@@ -93,9 +93,7 @@ def grpo_batch(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: obje
     Source: Tricks or Traps? A Deep Dive into RL for LLM Reasoning (Lite PPO), arXiv 2508.08221.
     """
     check_shapes(rewards, lengths, dims=2)
-    scored = (~rewards.isnan()).to(rewards.dtype)
-    spread = _deviation(rewards.flatten(), scored.flatten(), dim=0)
-    std = (spread.square().sum() / (scored.sum() - 1).clamp(min=1)).sqrt()
+    _, std = group_mean_std(rewards.reshape(1, -1))  # of the whole step, as if it was one group
     return _centred(rewards) / (torch.where(std > 0, std, 1.0) + eps)
 
 
@@ -145,8 +143,7 @@ def gdpo(rewards: Tensor, lengths: Tensor, *, parts: Tensor, weights: tuple[floa
     check_shapes(rewards[None], lengths[None], parts[:1], dims=3)
     assert len(weights) in (0, len(parts)), f"unexpected shapes: {tuple(parts.shape)}, {len(weights)} weights"
     weights = weights or (1.0,) * len(parts)
-    weighted = (w * grpo(part, lengths) for w, part in zip(weights, parts, strict=True))
-    total = sum(weighted, torch.zeros_like(parts[0]))
+    total = torch.stack([w * grpo(part, lengths) for w, part in zip(weights, parts, strict=True)]).sum(0)
     return _whitened(total, lengths.to(parts.dtype) * ~parts.isnan().all(0), eps=1e-8)
 
 

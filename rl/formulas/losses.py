@@ -213,10 +213,9 @@ def clip_cov(logp, old_logp, advantages, mask, *, chosen, clip_ratio_low, clip_r
 
     Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.
     """
-    check_shapes(logp, old_logp, advantages, mask, chosen)
-    ratio = _keep(logp - old_logp.detach(), mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    loss, _ = _clip_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
-    return _keep(loss, mask.bool() & ~chosen), _keep(chosen.to(loss.dtype), mask)
+    check_shapes(mask, chosen)
+    loss, _ = ppo_clip(logp, old_logp, advantages, mask, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high)
+    return _keep(loss, ~chosen), _keep(chosen.to(loss.dtype), mask)
 
 
 def kl_cov(logp, old_logp, advantages, mask, *, chosen, ppo_kl_coef, **_) -> Loss:

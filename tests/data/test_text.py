@@ -486,12 +486,7 @@ def test_a_template_that_writes_bos_gives_one():
         (QWEN3, says("The"), "<|im_start|>assistant\n<think>\n\n</think>\n\nThe"),
         (QWEN3, says("<think>\nLet me"), "<|im_start|>assistant\n<think>\nLet me"),
         (QWEN3, says("<think>\nso\n</think>\n\nThe"), "<|im_start|>assistant\n<think>\nso\n</think>\n\nThe"),
-        (QWEN3, says("", reasoning_content="Let me"), "<|im_start|>assistant\n<think>\nLet me"),
-        (
-            QWEN3.replace("reasoning_content", "thinking"),
-            says("", thinking="Let me"),
-            "<|im_start|>assistant\n<think>\nLet me",
-        ),
+        (QWEN3, says("", reasoning_content="so"), "<|im_start|>assistant\n<think>\nso\n</think>\n\n"),
         (R1, says("<think>\nLet me"), "<U>q<A><think>\nLet me"),
         (R1, says("<think>\nso\n</think>The"), "<U>q<A><think>\nso\n</think>The"),
         (R1, says("The"), "<U>q<A>The"),
