@@ -57,9 +57,8 @@ def write(
 
     Args: tools, in the place of the row's own, which are not looked for in the text; field, the column of the messages;
     last, that of the last message's content, if it is another one; checked, whether dropped text is an error; draw,
-    `render` or `continued`, which gets `how`. Raises ValueError, naming the row
-    and the field, if the template refuses the messages, if it drops text and --allow-dropped-text is not set, or if the
-    vocabulary has no tokens for a text.
+    `render` or `continued`, which gets `how`. Raises ValueError, naming the row and the field, if the template refuses
+    the messages, if it drops text and --allow-dropped-text is not set, or if the vocabulary has no tokens for a text.
     """
     if tokenizer.chat_template is None:
         raise ValueError(

@@ -93,7 +93,7 @@ def grpo_batch(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: obje
     Source: Tricks or Traps? A Deep Dive into RL for LLM Reasoning (Lite PPO), arXiv 2508.08221.
     """
     check_shapes(rewards, lengths, dims=2)
-    _, std = group_mean_std(rewards.reshape(1, -1))  # of the whole step, as if it was one group
+    std = group_mean_std(rewards.reshape(1, -1))[1]  # of the whole step, as if it was one group
     return _centred(rewards) / (torch.where(std > 0, std, 1.0) + eps)
 
 
