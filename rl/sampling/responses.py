@@ -26,7 +26,8 @@ def gather_responses(own_samples: Sequence[Sample], rows: Sequence[dict], ranks:
             shared = len(s.prompt_ids) + common_prefix(above.response_ids, s.response_ids)
         own.append(replace(s, data_source=sources[s.row_index], rank=ranks.data_rank, number=number, shared=shared))
     # Every rank has the prompts from the data, so they are not sent.
-    everyone = ranks.all_gather(replace(s.without_tokens(), prompt_ids=np.empty(0)) for s in own)
+    # pyrefly: ignore[bad-argument-type]  # they are put back below
+    everyone = ranks.all_gather(replace(s.without_tokens(), prompt_ids=None) for s in own)
     return [
         replace(own[s.number], score=s.score, outcome=s.outcome)
         if s.rank == ranks.data_rank
