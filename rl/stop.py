@@ -33,8 +33,7 @@ class _State:
     """What this process knows of requests to stop."""
 
     deadline: float = math.inf  # on the monotonic clock
-    old_handlers: dict[int, Callable[..., object] | int | None] = field(default_factory=dict)
-    pipe: int | None = None  # the interpreter writes the numbers of signals there, after the first `arm`
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # brings back what was before `start`
     asked_at: float = math.inf  # when the first signal came
     known: bool = False  # that some rank was asked: once true, it stays so
     looked_at: float = -math.inf  # when this rank last looked into the store
@@ -51,7 +50,7 @@ def start(max_hours: float | None = None) -> None:
     end()
     _state.deadline = time.monotonic() + 3600 * (max_hours or math.inf)
     for number in SIGNALS:
-        _state.old_handlers[number] = signal.signal(number, signal.SIG_DFL)
+        _state.undo.callback(signal.signal, number, signal.signal(number, signal.SIG_DFL))
     os.register_at_fork(after_in_child=end)  # a signal to a child is no request to this run
 
 
@@ -59,11 +58,7 @@ def end() -> None:
     """Take no more requests: signals do again what they did before `start`."""
     global _state
     old, _state = _state, _State()
-    for number, handler in old.old_handlers.items():
-        signal.signal(number, handler)
-    if old.pipe is not None:
-        signal.set_wakeup_fd(-1)
-        os.close(old.pipe)  # the thread ends
+    old.undo.close()
 
 
 def arm(*leave: Callable[[], object]) -> None:
@@ -72,14 +67,15 @@ def arm(*leave: Callable[[], object]) -> None:
     Python runs signal handlers in the main thread only, and not while that waits in a collective. So a thread listens:
     to a pipe, into which the interpreter writes the number of every signal that has a handler.
     """
-    _state.leave, _state.held = leave, False
-    if _state.pipe is None:
-        reading, _state.pipe = os.pipe()
-        os.set_blocking(_state.pipe, False)
-        signal.set_wakeup_fd(_state.pipe)
+    if not is_armed():
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        _state.undo.callback(os.close, writing)  # the thread ends
+        _state.undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writing))
         threading.Thread(target=_listen, args=(reading, _state), daemon=True).start()
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)
+    _state.leave, _state.held = leave, False
 
 
 def _listen(reading: int, state: _State) -> None:

@@ -78,9 +78,7 @@ def of_scoring(scores: Sequence[Score], sources: Sequence[str]) -> dict[str, flo
     pairs = zip(scores, sources, strict=True)
     components = [{f"reward/{source}/{name}": x for name, x in s.components.items()} for s, source in pairs]
     return {
-        "reward/error_frac": status["error"] / len(scores),
-        "reward/timeout_frac": status["timeout"] / len(scores),
-        "reward/none_frac": status["none"] / len(scores),
+        **{f"reward/{kind}_frac": status[kind] / len(scores) for kind in ("error", "timeout", "none")},
         "reward/seconds_p95": seconds.quantile(0.95).item(),
         "reward/seconds_max": seconds.max().item(),
         **dict(sorted(mean_by_name(components).items())),

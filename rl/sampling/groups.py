@@ -64,11 +64,10 @@ def sample_groups(
     ways = [sampling] * len(rows) if isinstance(sampling, Sampling) else sampling
     loop, groups = Loop(engine, partner, seed=seed), {}  # groups: of the rows that are answered, by their places
     row_of: dict[Hashable, dict] = dict(enumerate(rows))
-    with seeded(seed, engine.device), progress("generate", [], total=len(rows)) as bar:
+    with seeded(seed, engine.device):
         for i, (row, way) in enumerate(zip(rows, ways, strict=True)):
             loop.start(i, row, way)
-        for i, samples in loop.run():
-            bar.update()
+        for i, samples in progress("generate", loop.run(), total=len(rows)):
             groups[i] = samples
             if on_group is not None:
                 on_group(row_of[i], samples)
