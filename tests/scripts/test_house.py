@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3205,
+    "core": 3198,
     "wall": 1619,
-    "import train_grpo": 4146,
-    "import sft": 2503,
-    "import eval": 1438,
+    "import train_grpo": 4139,
+    "import sft": 2499,
+    "import eval": 1431,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
