@@ -69,7 +69,7 @@ def response(prompt: int = 1, length: int = 1, **changes: Any) -> Sample:
         finish_reason="stop",
         row_index=0,
         score=scored(0.0),
-        response_length=length,
+        num_response_tokens=length,
         num_sampled=length,
     )
     return Sample(**facts | changes)

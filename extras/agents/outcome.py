@@ -103,7 +103,7 @@ def metrics_of(responses: Sequence[Sample]) -> dict[str, float]:
     turns = [x["turns"] for x in facts]
     metrics = {"num_turns/mean": sum(turns) / n, "num_turns/max": float(max(turns)), "num_turns/min": float(min(turns))}
     metrics |= {f"environment/{name}": x for name, x in mean_by_name([x["numbers"] for x in facts]).items()}
-    metrics["environment/observation_tokens"] = sum(r.response_length - r.num_sampled for r in responses) / n
+    metrics["environment/observation_tokens"] = sum(r.num_response_tokens - r.num_sampled for r in responses) / n
     metrics["environment/error_frac"] = sum(r.finish_reason == "error" for r in responses) / n
     if any(x["rewards"] for x in facts):
         metrics["environment/turn_rewards"] = sum(r.outcome.reward for r in responses) / n

@@ -125,8 +125,8 @@ class Sample:
     columns: Columns = field(default_factory=dict)
     score: Score = None  # pyrefly: ignore[bad-assignment]  # see above; without the text on other ranks
     data_source: str = ""  # of its row
-    response_length: int = 0  # all response tokens, with what a partner said; --max-response-length limits these
-    num_sampled: int = 0  # those that the policy sampled; metrics and reward functions call this response_length
+    num_response_tokens: int = 0  # with what a partner said; --max-response-length limits these
+    num_sampled: int = 0  # those of them that the policy sampled; metrics and rewards call this response_length
     rank: int = 0  # the rank that sampled it, and has its tokens
     number: int = 0  # its place among the samples of that rank
     # How many tokens, counted from the start of the prompt, it has in common with the sample before it, if that answers
@@ -139,7 +139,7 @@ class Sample:
             if (x := getattr(self, name)) is not None:
                 object.__setattr__(self, name, np.asarray(x, dtype))
         if self.has_tokens:
-            object.__setattr__(self, "response_length", len(self.response_ids))
+            object.__setattr__(self, "num_response_tokens", len(self.response_ids))
             object.__setattr__(self, "num_sampled", int(self.response_mask.sum()))
 
     @property
@@ -154,7 +154,7 @@ class Sample:
     @property
     def num_tokens(self) -> int:
         """Prompt plus response tokens."""
-        return len(self.prompt_ids) + self.response_length
+        return len(self.prompt_ids) + self.num_response_tokens
 
     @property
     def record(self) -> dict[str, Any]:

@@ -45,4 +45,4 @@ def lengths_of(responses: Sequence[Sample], *, whole: bool = False) -> torch.Ten
     """How many tokens of each response the policy sampled, or how many the `whole` response has, with the answers of a
     partner, which --max-response-length limits too: (B,) float32.
     """
-    return torch.tensor([float(r.response_length if whole else r.num_sampled) for r in responses])
+    return torch.tensor([float(r.num_response_tokens if whole else r.num_sampled) for r in responses])

@@ -59,7 +59,7 @@ def test_every_rank_knows_the_score_and_the_lengths_of_every_response(ranks):
         for k, (r, s, score) in enumerate(zip(rank["responses"], SAMPLES, SCORES, strict=True)):
             assert r["row_index"] == s.row_index == 30 + k // N
             assert r["score"] == ("", score.value, score.components, score.status, score.seconds)
-            assert r["response_length"] == step.LENGTHS[k]
+            assert r["num_response_tokens"] == step.LENGTHS[k]
             start, end = step.GAPS.get(k, (0, 0))
             assert r["num_sampled"] == step.LENGTHS[k] - (end - start)
             assert r["finish_reason"] == ("length" if k % 4 == 0 else "stop")
@@ -102,7 +102,7 @@ def test_what_neighbours_share_is_told_by_the_rank_that_has_both(ranks):
 
 def test_ranks_without_samples_take_part(ranks):
     for here, rank in enumerate(ranks):
-        assert [r["response_length"] for r in rank["few"]] == step.LENGTHS[:N]
+        assert [r["num_response_tokens"] for r in rank["few"]] == step.LENGTHS[:N]
         assert {r["rank"] for r in rank["few"]} == {len(ranks) - 1}  # one prompt is the last rank's
         assert all((r["response_ids"] is None) == (here != len(ranks) - 1) for r in rank["few"])
 
@@ -358,7 +358,7 @@ def test_groups_that_wait_are_shared_out_anew_after_a_resume(ranks, size):
             for k, r in zip(range(N * i, N * i + N), group, strict=True):
                 score, s = SCORES[k], SAMPLES[k]
                 assert r.score == score._replace(text="") and type(r.score) is type(score)
-                assert (r.row_index, r.response_length, r.num_sampled) == (
+                assert (r.row_index, r.num_response_tokens, r.num_sampled) == (
                     s.row_index, len(s.response_ids), s.response_mask.sum()
                 )  # fmt: skip
                 assert r.finish_reason == s.finish_reason

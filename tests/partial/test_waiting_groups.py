@@ -64,7 +64,7 @@ def assert_same_groups(path, other):
     (drawn, some), (drawn_too, others) = waiting(path), waiting(other)
     assert drawn == drawn_too and len(some) == len(others)
     for a, b in zip(some, others, strict=True):
-        for name in ("row_index", "response_length", "num_sampled", "finish_reason", "outcome"):
+        for name in ("row_index", "num_response_tokens", "num_sampled", "finish_reason", "outcome"):
             assert a[name] == b[name], name
         assert a["score"][1:4] == b["score"][1:4]
         for name in ("prompt_ids", "response_ids", "response_mask"):
@@ -126,7 +126,7 @@ def test_the_groups_of_all_ranks_are_shared_out_anew(unbroken, task, size):
     merged = waiting_groups.from_states(states, rows, 4, of_rank(0, 1))
     for group, other in zip(merged, whole, strict=True):
         for a, b in zip(group, other, strict=True):
-            assert (a.row_index, a.score, a.response_length) == (b.row_index, b.score, b.response_length)
+            assert (a.row_index, a.score, a.num_response_tokens) == (b.row_index, b.score, b.num_response_tokens)
             for name in ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs"):
                 assert np.array_equal(vars(a)[name], vars(b)[name])
 
