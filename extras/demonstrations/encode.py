@@ -15,7 +15,7 @@ from rl.data.attachments import attachments_of, refuse_attachments
 from rl.data.encode import prompt_ids, prompt_text
 from rl.data.packed import Lazy, derive
 from rl.data.rows import Paths, Row, named, shown
-from rl.data.text import check_vocabulary, shown_count, start_of, write
+from rl.data.text import NO_LIMIT, check_vocabulary, shown_count, start_of, write
 from rl.data.types import Sample
 
 T = TypeVar("T")
@@ -137,9 +137,7 @@ def mean_tokens(tokenizer: Tokenizer, file: Paths, *, pairs: bool) -> tuple[floa
 # Rows
 
 
-def encode_demonstration(
-    tokenizer: Tokenizer, row: Row, *, max_length: int | None = None
-) -> tuple[list[int], list[int]]:
+def encode_demonstration(tokenizer: Tokenizer, row: Row, *, max_length: int = NO_LIMIT) -> tuple[list[int], list[int]]:
     """Token ids of a demonstration, a row of `read_demonstrations`, and its loss mask: 1 for tokens that are learned.
 
     A row with prompt and response learns the response and the end-of-sequence token after it. A row with messages
@@ -160,19 +158,19 @@ def encode_demonstration(
     return ids, mask
 
 
-def _check_length(row: Row, ids: list[int], max_length: int | None) -> None:
-    if max_length is not None and len(ids) > max_length:
+def _check_length(row: Row, ids: list[int], max_length: int) -> None:
+    if len(ids) > max_length:
         size = f"{shown_count(len(ids), max_length)} tokens, over --max-length {max_length}"
         raise TooLong(f"{named(row)}: has {size}; raise it or add --filter-overlong")
 
 
-def _encode_response(tokenizer: Tokenizer, row: Row, field: str, limit: int | None) -> tuple[list[int], list[int]]:
+def _encode_response(tokenizer: Tokenizer, row: Row, field: str, limit: int) -> tuple[list[int], list[int]]:
     """Token ids of the prompt of a row, and of the response in its `field`."""
     [ids] = prompt_ids(tokenizer, [row], limit)
     return ids, response_ids(tokenizer, row, field, limit)
 
 
-def response_ids(tokenizer: Tokenizer, row: Row, field: str, limit: int | None = None) -> list[int]:
+def response_ids(tokenizer: Tokenizer, row: Row, field: str, limit: int = NO_LIMIT) -> list[int]:
     """Token ids of the response that stands in a row's `field` behind its prompt, the end-of-sequence token at the end.
     Of a response that has far more than `limit` tokens they are those of its beginning.
 
@@ -185,7 +183,7 @@ def response_ids(tokenizer: Tokenizer, row: Row, field: str, limit: int | None =
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
-def _encode_messages(tokenizer: Tokenizer, row: Row, limit: int | None) -> tuple[list[int], list[int]]:
+def _encode_messages(tokenizer: Tokenizer, row: Row, limit: int) -> tuple[list[int], list[int]]:
     messages = row["messages"]
     ends = {tokenizer.eos_token_id, *(i for i, x in tokenizer.added_tokens_decoder.items() if x.special)}
     ids, mask, done = [], [], ""  # done: the text that `ids` encodes
@@ -247,7 +245,7 @@ def encode_conversation(
     tokenizer: Tokenizer,
     row: Row,
     response: str,
-    max_length: int | None = None,
+    max_length: int = NO_LIMIT,
     field: str = "response",
 ) -> list[int]:
     """Token ids of a row's prompt followed by a whole response, as a reward model reads them.

@@ -210,7 +210,7 @@ def mean_lengths(args: Any, v: dict[str, Any], rows: list[dict]) -> tuple[float,
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         if v.get("offline") or "ppo_epochs" not in v:
             return mean_tokens(tokenizer, file, pairs=v.get("offline") or is_of_rewards(args))
-        encoded = encode_prompts(tokenizer, read_rows([file]), max_prompt_length=None)
+        encoded = encode_prompts(tokenizer, read_rows([file]))
         lengths = [len(row["prompt_ids"]) for row in encoded]
     return mean([x for x in lengths if x <= v["max_prompt_length"]] or lengths), None
 

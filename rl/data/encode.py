@@ -8,14 +8,14 @@ from rl.data.attachments import attachments_of
 from rl.data.packed import Lazy, derive
 from rl.data.rows import Row, named, shown
 from rl.data.template import Tokenizer, continued
-from rl.data.text import check_vocabulary, shown_count, start_of, write
+from rl.data.text import NO_LIMIT, check_vocabulary, shown_count, start_of, write
 
 
 def encode_prompts(
     tokenizer: Tokenizer,
     rows: Sequence[Row],
     *,
-    max_prompt_length: int | None = None,
+    max_prompt_length: int = NO_LIMIT,
     filter_overlong_prompts: bool = False,
     text_of: Callable[..., str] | None = None,
 ) -> Lazy[Row]:
@@ -37,12 +37,12 @@ def encode_prompts(
     def encode(chunk: list[Row]) -> Iterator[bytes | None]:
         """The ids of each row as int32, and None for a row over the limit."""
         for row, ids in zip(chunk, prompt_ids(tokenizer, chunk, max_prompt_length, text_of), strict=True):
-            if is_long := max_prompt_length is not None and len(ids) > max_prompt_length:
+            if is_long := len(ids) > max_prompt_length:
                 overlong.append((len(ids), named(row)))
             yield None if is_long else np.array(ids, np.int32).tobytes()
 
     encoded = derive(rows, encode, "tokenize")
-    if max_prompt_length is not None and overlong and (not filter_overlong_prompts or not encoded):
+    if overlong and (not filter_overlong_prompts or not encoded):
         fix = ", or pass --filter-overlong-prompts in training" if encoded else ""
         raise ValueError(
             f"{overlong[0][1]}: the prompt has {shown_count(overlong[0][0], max_prompt_length)} tokens, over "
@@ -55,7 +55,7 @@ def encode_prompts(
 def prompt_ids(
     tokenizer: Tokenizer,
     rows: Sequence[Row],
-    limit: int | None,
+    limit: int,
     text_of: Callable[..., str] | None = None,
 ) -> list[list[int]]:
     """The ids of prompts. Of one that has far more than `limit` tokens they are those of its beginning. Args: text_of,
@@ -69,7 +69,7 @@ def prompt_ids(
         ids = [x for x, added in zip(whole, is_added, strict=True) if not added]  # those of the text itself
         if not ids:
             raise ValueError(f"{named(row)}: the prompt {shown(row['prompt'])} has no tokens in this vocabulary")
-        if limit is None or len(ids) <= limit:
+        if len(ids) <= limit:
             ids, _ = attachments[i].in_ids(ids)
         if isinstance(row["prompt"], str):
             front = whole[: is_added.index(0)]  # what the tokenizer puts in front of a text, such as BOS

@@ -36,10 +36,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"{flag} {model}: no tokenizer can be loaded from there ({reason}); give the folder of a model, such as a "
-            "checkpoint's global_step_N/huggingface, or an id of the Hugging Face Hub"
-        ) from error
+        raise ValueError(f"{flag} {model}: has no tokenizer ({reason}); give the folder of a whole model") from error
     return prepare(tokenizer, texts or Texts(), day)
 
 

@@ -14,6 +14,7 @@ import functools
 import itertools
 import json
 import re
+import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -38,6 +39,7 @@ MARKER = re.compile(r"zq(\d+)zq")  # letters and digits, which no template escap
 # Words and signs, but not the tags, such as </think>, at which templates cut.
 WORD = re.compile(r"<[^\s<>]+>|\[/?[A-Z_]+\]|◁[^\s◁▷]+▷|(?P<word>\w+|[^\w\s<\[◁]+|[<\[◁])")
 MOST_SHAPES = 1000  # that are remembered
+NO_LIMIT = sys.maxsize  # of tokens
 PIECE = 2**16  # characters that are looked up in the vocabulary at a time, since tokenizing takes much memory
 
 
@@ -98,14 +100,12 @@ def write(
     return attachments.in_text(text)
 
 
-def start_of(tokenizer: Tokenizer, text: str, limit: int | None) -> str:
+def start_of(tokenizer: Tokenizer, text: str, limit: int) -> str:
     """The text, or only its beginning if that has far more than `limit` tokens. Tokenizing takes some 350 bytes of
     memory for each character, so that is not done with all of a text which is refused in any case.
 
     Far more, since the last tokens of a beginning may be others than in the whole text, where a word goes on.
     """
-    if limit is None:
-        return text
     size = 8 * limit + 4096
     while size < len(text):
         if len(tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > _far_over(limit):

@@ -300,7 +300,7 @@ def test_render_prompt_has_one_bos(tokenizer):
 
 def test_encode_prompts_equals_render_prompt_and_changes_nothing(tokenizer):
     rows = [rl_row("a"), rl_row(prompt="plain"), rl_row("the answer is b"), rl_row(prompt="x")]
-    encoded = encode_prompts(tokenizer, rows, max_prompt_length=None)
+    encoded = encode_prompts(tokenizer, rows)
     assert [row["prompt_ids"] for row in encoded] == [render_prompt(tokenizer, row) for row in rows]
     assert [without(row, "prompt_ids") for row in encoded] == rows
     assert all("prompt_ids" not in row for row in rows)
