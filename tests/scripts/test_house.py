@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3198,
+    "core": 3195,
     "wall": 1619,
-    "import train_grpo": 4139,
-    "import sft": 2499,
-    "import eval": 1431,
+    "import train_grpo": 4136,
+    "import sft": 2496,
+    "import eval": 1428,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
