@@ -80,7 +80,7 @@ def round_layers(model: torch.nn.Module, fp8: bool) -> None:
 def main(args: Args) -> dict[str, dict[str, float]]:
     """Returns the metrics of "bf16" and "fp8" by the names of docs/metrics.md, of which it prints some."""
     ranks, tokenizer = init_ranks(), load_tokenizer(args.model)
-    rows = encode_prompts(tokenizer, read_rows(args.prompts)[: args.num_prompts], max_prompt_length=None)
+    rows = encode_prompts(tokenizer, read_rows(args.prompts)[: args.num_prompts])
     stops = stop_token_ids(args.model, tokenizer)
     sampling = Sampling(n=1, temperature=1.0, max_tokens=args.max_response_length, stop_token_ids=stops)
     longest = max(len(row["prompt_ids"]) for row in rows) + args.max_response_length
