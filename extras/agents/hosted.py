@@ -15,15 +15,15 @@ An answer that ends a response holds its outcome, so that `end` need not ask for
 
 import atexit
 import contextlib
-import multiprocessing
 import os
 import pickle
 import selectors
 import signal
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
@@ -53,10 +53,11 @@ class HostedConversations:
         self.sent: dict[Trajectory, int] = {}  # ids of each response that the other side knows
         self.outcomes: dict[Trajectory, Outcome] = {}  # of responses that have ended
         self.messages: list[tuple] = []  # to be sent
-        fork = multiprocessing.get_context("fork")
-        self.connection, theirs = fork.Pipe()
-        self.process = fork.Process(target=_host, args=(self.here, theirs, self.connection), daemon=True)
-        self.process.start()
+        self.connection, theirs = Pipe()
+        if (pid := os.fork()) == 0:
+            self.connection.close()
+            _host(self.here, theirs)
+        self.pid = pid
         theirs.close()
         atexit.register(self.close)
 
@@ -84,8 +85,8 @@ class HostedConversations:
                 answers += [x for message in self.connection.recv() for x in self._heard(*message)]
         except (EOFError, OSError) as error:
             raise RuntimeError(
-                f"the process of the conversations has ended (exit code {self.process.exitcode}); "
-                "was it killed, perhaps because the memory of the machine was full?"
+                "the process of the conversations has ended; was it killed, perhaps because the memory of the machine "
+                "was full?"
             ) from error
         return answers
 
@@ -114,14 +115,24 @@ class HostedConversations:
         """End all processes."""
         atexit.unregister(self.close)
         self.connection.close()
-        self.process.join()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
         self.here.close()
 
 
-def _host(conversations: Conversations, connection: Connection, ours: Connection) -> None:
-    """Answer the trainer until it closes its end of the connection."""
+def _host(conversations: Conversations, connection: Connection) -> NoReturn:
+    """Answer the trainer until it closes its end of the connection, and end this process."""
+    try:
+        _answer(conversations, connection)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _answer(conversations: Conversations, connection: Connection) -> None:
+    """See `_host`."""
     guard.die_with_parent()
-    ours.close()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the trainer may still need conversations
         signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or the first use warns that this process was forked

@@ -382,13 +382,13 @@ def test_a_fault_costs_its_own_conversation(hf_engine, policy, tmp_path, tokeniz
 def test_when_the_first_process_is_killed_another_takes_over(hf_engine, policy, made, tokenizer):
     push(hf_engine, policy)
     first = made.environments.process.pid
-    assert launch.children(made.partner.process.pid) == []
+    assert launch.children(made.partner.pid) == []
     (s,) = sample(hf_engine, made, rows_of(tokenizer, {"turns": 1, "does": "kill first"}), n=1, max_tokens=300)
     assert s.finish_reason in ("stop", "error")  # its answer and its death are on the way at the same time
     launch.until(lambda: not launch.alive(first))  # until then it may take requests that die with it
     after = sample(hf_engine, made, rows_of(tokenizer, {"turns": 1}, {"turns": 2}), max_tokens=300)
     assert {x.finish_reason for x in after} <= {"stop", "length"} and "stop" in {x.finish_reason for x in after}
-    (other,) = launch.children(made.partner.process.pid)
+    (other,) = launch.children(made.partner.pid)
     assert launch.alive(other) and not launch.alive(first)
 
 
@@ -400,7 +400,7 @@ def test_close_leaves_no_process(tmp_path, tokenizer, hf_engine, policy):
     made.environments.ask(1, "x", [], 1)
     below, first = launch.descendants(made.environments.process.pid), made.environments.process.pid
     assert len(below) == 3 and set(made.pids()) < set(below)
-    host = made.partner.process.pid
+    host = made.partner.pid
     made.partner.close()
     assert not any(map(launch.alive, [first, host, *below]))
     assert len(made.pids("closed")) == 1  # of the one that did not hang
