@@ -9,6 +9,7 @@ return them.
 
 import contextlib
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -180,7 +181,7 @@ class Chat:
             at = min(ends)
         return text
 
-    def ids_of(self, messages: Sequence[dict], ids: Sequence[int], room: int | None = None) -> list[int] | None:
+    def ids_of(self, messages: Sequence[dict], ids: Sequence[int], room: int = sys.maxsize) -> list[int] | None:
         """What a conversation goes on with: ids of messages and of what makes the policy speak again.
 
         Args: messages, each with role and content; ids of the conversation behind the prompt so far, which end with a
@@ -196,7 +197,7 @@ class Chat:
         last = self._text(ids[-1]) if ids else ""
         text = self.told(clean, has_turn=bool(ids)).removeprefix(last)
         told = encode_behind(self.tokenizer, last, start_of(self.tokenizer, text, room))
-        return told if room is None or len(told) < room else None
+        return told if len(told) < room else None
 
     def read(self, ids: Sequence[int]) -> tuple[str, Calls]:
         """A turn of the policy: its text without special tokens, and what it calls. Calls that cannot be read at all,
