@@ -150,6 +150,8 @@ class Environments:
         for key in list(self.open):
             self.end(key)
         self.starter.shutdown()
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_RDWR)  # processes that were forked meanwhile hold this side open too
         self.control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)

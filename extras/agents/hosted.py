@@ -6,6 +6,7 @@ process is forked from the trainer before the engine is made. Both sides send li
     ("begin", number, row, sampling, seed)          the trainer: a response begins; numbers count them
     ("after", number, ids, finish reason)           the policy has sampled these ids
     ("end", number)                                 the response is given up
+    None                                            nothing more will come
 
     (number, ids, finish reason, None)              the other side: the response goes on behind these ids
     (number, None, finish reason, outcome)          it has ended
@@ -77,18 +78,32 @@ class HostedConversations:
     def answers(self, wait_s: float) -> list[tuple[Trajectory, list[int] | None]]:
         """See `Conversations.answers`. Sends all messages first. Raises RuntimeError if the process has ended."""
         answers: list[tuple[Trajectory, list[int] | None]] = []
+        self._send()
         try:
-            if self.messages:
-                self.connection.send(self.messages)
-                self.messages = []
             while self.connection.poll(0.0 if answers else wait_s):
                 answers += [x for message in self.connection.recv() for x in self._heard(*message)]
         except (EOFError, OSError) as error:
-            raise RuntimeError(
-                "the process of the conversations has ended; was it killed, perhaps because the memory of the machine "
-                "was full?"
-            ) from error
+            raise self._ended() from error
         return answers
+
+    def _send(self) -> None:
+        """Send all messages. Raises RuntimeError if the process has ended."""
+        try:
+            if self.messages:
+                self.connection.send(self.messages)
+        except OSError as error:
+            raise self._ended() from error
+        self.messages = []
+
+    def _ended(self) -> RuntimeError:
+        """What to say if the process has ended."""
+        _, status = os.waitpid(self.pid, 0)
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            why = f"it was killed by signal {number}, perhaps because the memory of the machine was full"
+        else:
+            why = "its error stands above"
+        return RuntimeError(f"the process of the conversations has ended; {why}")
 
     def _heard(
         self, number: int, ids: list[int] | None, finish_reason: str, outcome: Outcome | None
@@ -108,12 +123,16 @@ class HostedConversations:
         del self.open[number], self.sent[x]
         if x not in self.outcomes:
             self.messages.append(("end", number))
+            self._send()  # at once, since no turn may follow
             return self.outcome_of("")
         return self.outcomes.pop(x)
 
     def close(self) -> None:
         """End all processes."""
         atexit.unregister(self.close)
+        # The end of the connection would not do: processes that were forked meanwhile hold this side open too.
+        with contextlib.suppress(OSError):
+            self.connection.send(None)
         self.connection.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
@@ -121,13 +140,14 @@ class HostedConversations:
 
 
 def _host(conversations: Conversations, connection: Connection) -> NoReturn:
-    """Answer the trainer until it closes its end of the connection, and end this process."""
+    """Answer the trainer until nothing more comes, and end this process. An error is printed with its traceback."""
     try:
         _answer(conversations, connection)
+        os._exit(0)
     except Exception:
         traceback.print_exc()
     finally:
-        os._exit(0)
+        os._exit(1)
 
 
 def _answer(conversations: Conversations, connection: Connection) -> None:
@@ -139,17 +159,22 @@ def _answer(conversations: Conversations, connection: Connection) -> None:
     selector = conversations.environments.selector = selectors.DefaultSelector()  # the other one is the trainer's too
     trajectories: dict[int, Trajectory] = {}
     sender = ThreadPoolExecutor(1)  # or both sides could wait until the other one reads
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            answers: list[tuple[Trajectory, list[int] | None]] = []
-            # pyrefly: ignore[bad-argument-type]  # a selector of Linux is a file that is ready when one of its files is
-            if connection in wait([connection, selector], CHECK_S):
-                for message in connection.recv():
-                    answers += _obey(conversations, trajectories, *message)
-            answers += conversations.answers(0.0)
-            if answers:
-                told = pickle.dumps([_told(conversations, trajectories, x, ids) for x, ids in answers])
-                sender.submit(connection.send_bytes, told)
+    while True:
+        answers: list[tuple[Trajectory, list[int] | None]] = []
+        # pyrefly: ignore[bad-argument-type]  # a selector of Linux is a file that is ready when one of its files is
+        if connection in wait([connection, selector], CHECK_S):
+            try:
+                messages = connection.recv()
+            except (EOFError, OSError):
+                break
+            if messages is None:
+                break
+            for message in messages:
+                answers += _obey(conversations, trajectories, *message)
+        answers += conversations.answers(0.0)
+        told = [_told(conversations, trajectories, x, ids) for x, ids in answers if x.key[0] in trajectories]
+        if told:
+            sender.submit(connection.send_bytes, pickle.dumps(told))
     sender.shutdown()
     conversations.close()
 

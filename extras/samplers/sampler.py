@@ -191,10 +191,10 @@ def make_sampler(connection: Connection) -> Sampler:
     seed = derive_seed(setup.seed, *connection.name.encode())  # another one for each sampler
     torch.manual_seed(seed)
     np.random.seed(seed)
-    engine = make_engine(setup.model, init_ranks(), setup.rollout, longest=setup.longest, seed=seed)
     tokenizer = load_tokenizer(setup.model)
     tokenizer.rendering = Rendering(**setup.template)
-    partner = open_partner(setup.environment, tokenizer, setup.stop_token_ids)
+    partner = open_partner(setup.environment, tokenizer, setup.stop_token_ids)  # forks, which an engine would not like
+    engine = make_engine(setup.model, init_ranks(), setup.rollout, longest=setup.longest, seed=seed)
     return Sampler(connection, setup, engine, partner)
 
 

@@ -74,9 +74,9 @@ def derive(rows: Sequence[Row], make: Callable[[list[Row]], Iterable[T | None]],
     """
     made: Packed[Any] = Packed()  # also None, so that the numbers are those of the rows
     places = array("q")
-    for start in progress(name, range(0, len(rows), CHUNK_ROWS)):
-        for result in make(list(rows[start : start + CHUNK_ROWS])):
-            if result is not None:
-                places.append(len(made))
-            made.append(result)
+    results = (x for i in range(0, len(rows), CHUNK_ROWS) for x in make(list(rows[i : i + CHUNK_ROWS])))
+    for result in progress(name, results, total=len(rows)):
+        if result is not None:
+            places.append(len(made))
+        made.append(result)
     return Lazy(places, made.get)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import launch
 import pytest
@@ -47,7 +48,8 @@ def test_what_is_given_up_ends_there_and_its_answers_are_nobodys(hf_engine, poli
         loop.step()
     assert len(launch.until(made.pids)) <= 6 and len(loop.trajectories) == 6
     loop.abandon()
-    again = sample(hf_engine, made, rows_of(tokenizer, {"turns": 1}))  # sends what was given up
+    launch.until(lambda: not any(map(launch.alive, made.pids())), 60, "a process is left behind")
+    again = sample(hf_engine, made, rows_of(tokenizer, {"turns": 1}))
     assert len(again) == 2 and all(x.finish_reason != "error" for x in again)
     launch.until(lambda: not any(map(launch.alive, made.pids())), 60, "a process is left behind")
     assert not (made.partner.open or made.partner.numbers)
@@ -81,6 +83,22 @@ def test_rows_and_answers_that_fill_the_connection_both_arrive(made, tokenizer):
 def test_the_death_of_the_process_is_an_error_that_says_so(hf_engine, policy, made, tokenizer):  # noqa: F811
     push(hf_engine, policy)
     os.kill(made.partner.pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=r"the process of the conversations has ended; was it killed"):
+    with pytest.raises(RuntimeError, match="the process of the conversations has ended; it was killed by signal 9,"):
         sample(hf_engine, made, rows_of(tokenizer, {"turns": 1}))
     hf_engine.abort()
+
+
+def test_an_error_there_stops_the_run(made):
+    made.partner.messages.append(("begin", 1))  # no message of ours: it lacks the row
+    with pytest.raises(RuntimeError, match="the process of the conversations has ended; its error stands above"):
+        made.partner.answers(30.0)
+
+
+def test_it_ends_while_a_process_that_was_forked_later_holds_its_connection(made, tmp_path, tokenizer):  # noqa: F811
+    (tmp_path / "later").mkdir()
+    later = Made(tmp_path / "later", tokenizer)
+    closing = threading.Thread(target=made.partner.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive() and not launch.alive(made.partner.pid)
+    later.partner.close()
