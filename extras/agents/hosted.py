@@ -16,6 +16,7 @@ An answer that ends a response holds its outcome, so that `end` need not ask for
 
 import atexit
 import contextlib
+import functools
 import os
 import pickle
 import selectors
@@ -97,13 +98,17 @@ class HostedConversations:
 
     def _ended(self) -> RuntimeError:
         """What to say if the process has ended."""
-        _, status = os.waitpid(self.pid, 0)
-        if os.WIFSIGNALED(status):
-            number = os.WTERMSIG(status)
+        if os.WIFSIGNALED(self.status):
+            number = os.WTERMSIG(self.status)
             why = f"it was killed by signal {number}, perhaps because the memory of the machine was full"
         else:
             why = "its error stands above"
         return RuntimeError(f"the process of the conversations has ended; {why}")
+
+    @functools.cached_property
+    def status(self) -> int:
+        """How the process has ended, as `os.waitpid` says, which waits for that and can say it only once."""
+        return os.waitpid(self.pid, 0)[1]
 
     def _heard(
         self, number: int, ids: list[int] | None, finish_reason: str, outcome: Outcome | None
@@ -135,7 +140,7 @@ class HostedConversations:
             self.connection.send(None)
         self.connection.close()
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+            _ = self.status
         self.here.close()
 
 

@@ -86,6 +86,8 @@ def test_the_death_of_the_process_is_an_error_that_says_so(hf_engine, policy, ma
     with pytest.raises(RuntimeError, match="the process of the conversations has ended; it was killed by signal 9,"):
         sample(hf_engine, made, rows_of(tokenizer, {"turns": 1}))
     hf_engine.abort()
+    with pytest.raises(RuntimeError, match="it was killed by signal 9,"):  # however often it is asked
+        made.partner.answers(1.0)
 
 
 def test_an_error_there_stops_the_run(made):
