@@ -108,14 +108,13 @@ class Engine(base.Engine):
             routed[:, :, layer] = choice.chosen.view(b, new, k).cpu().numpy()
         masks = self.attention_mask.bool().cpu().numpy()
         for i, x in self.in_flight.items():
-            x.routed = [*(x.routed if new == 1 else ()), routed[i][masks[i][-new:]]]  # all again after a push
+            x.routed.append(routed[i][masks[i][-new:]])
 
     def _begin_batch(self) -> None:
         begin, self.new = self.new[: self.max_num_seqs], self.new[self.max_num_seqs :]
         ends = [{*self.eos_token_ids, *request.sampling.stop_token_ids} for request in begin]
         self.generators = {i: random.Random(x.seed) for i, x in enumerate(begin) if x.seed is not None}
-        began = [[(self.policy_version, len(request.prompt_ids))] for request in begin]
-        opened = [base.OpenRequest(x, self.rank, *rest) for x, *rest in zip(begin, began, ends, strict=True)]
+        opened = [base.OpenRequest(x, self.rank, end) for x, end in zip(begin, ends, strict=True)]
         self.in_flight = dict(enumerate(opened))
         width = max(len(request.prompt_ids) for request in begin)
         padding = [[0] * (width - len(request.prompt_ids)) for request in begin]
@@ -150,7 +149,7 @@ class Engine(base.Engine):
 
     def abort(self) -> list[Completion]:
         """See `base.Engine`."""
-        waiting, self.new = [base.OpenRequest(request, self.rank, []) for request in self.new], []
+        waiting, self.new = [base.OpenRequest(request, self.rank) for request in self.new], []
         return self._forget(dict.fromkeys(self.in_flight, "abort")) + [self._complete(x, "abort") for x in waiting]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -167,8 +166,7 @@ class Engine(base.Engine):
             raise RuntimeError(
                 f"weight push left {len(missing)} of the engine's parameters untouched: {sorted(missing)[:5]}"
             )
-        self.cache = None  # keys and values of the old weights
-        self._count_push()
+        self.policy_version += 1
 
 
 def processed_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -49,7 +49,7 @@ class Request(NamedTuple):
 
 # Data about tokens, beside ids and log-probs. A column is an integer array (n, ...) with an entry for each token of
 # prompt and response; the largest number of its dtype means "unknown". Engines and families may add columns, and all
-# code that passes samples on passes their columns on too. Every engine has the column "versions" (int32): how often
+# code that passes samples on passes their columns on too. Every sample has the column "versions" (int32): how often
 # weights had been pushed to the engine when the token was sampled. It is unknown for tokens that were not sampled.
 Columns = Mapping[str, np.ndarray]
 

@@ -51,9 +51,9 @@ class Trajectory:
         rest = replace(self.sampling, max_tokens=self.sampling.max_tokens - len(self.ids))
         return Request(self.key, [*self.row["prompt_ids"], *self.ids], rest, seed)
 
-    def take(self, completion: Completion) -> None:
-        """Append what was sampled. Raises RuntimeError if not every token has a finite log-prob, or if a column has
-        entries for more tokens than there are.
+    def take(self, completion: Completion, version: int) -> None:
+        """Append what weights of this version have sampled. Raises RuntimeError if not every token has a finite
+        log-prob, or if a column has entries for more tokens than there are.
         """
         ids, logprobs = completion.token_ids, np.asarray(completion.logprobs, np.float32)
         if len(ids) != len(logprobs) or not np.isfinite(logprobs).all():
@@ -66,7 +66,9 @@ class Trajectory:
         self.logprobs += completion.logprobs
         self.finish_reason = completion.finish_reason
         num_tokens = len(self.row["prompt_ids"]) + len(self.ids)
-        for name, column in completion.columns.items():
+        versions = np.full(num_tokens, np.iinfo(np.int32).max, np.int32)
+        versions[num_tokens - len(ids) :] = version
+        for name, column in {**completion.columns, "versions": versions}.items():
             if len(column) > num_tokens:
                 raise RuntimeError(
                     f"the engine returned {len(column)} {name} for the {num_tokens} tokens of row "
@@ -172,7 +174,7 @@ class Loop:
                 name, j = completion.key
                 which = f"response {j} to prompt {name}"
                 raise RuntimeError(f"the engine returned {which}, which it had returned before or was not asked for")
-            x.take(completion)
+            x.take(completion, self.engine.policy_version)
             x.turns += 1
             if self.partner is not None and self.partner.after(x):
                 self.waiting.add(x.key)
@@ -207,7 +209,7 @@ class Loop:
     def interrupt(self) -> None:
         """Take what is in flight out of the engine, which may sleep then, or get new weights; see `resume`."""
         for completion in self.engine.abort():
-            self.trajectories[completion.key].take(completion)
+            self.trajectories[completion.key].take(completion, self.engine.policy_version)
 
     def resume(self) -> None:
         """Let the engine go on with what it does not have: each response behind the tokens that it has."""

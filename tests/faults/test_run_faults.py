@@ -180,7 +180,7 @@ def again(completions, *keys):
 
 
 def longer_columns(x):
-    return x._replace(columns={"versions": np.append(x.columns["versions"], x.columns["versions"])})
+    return x._replace(columns={"experts": np.zeros(99, np.int8)})
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def longer_columns(x):
             r"returned (\d+) tokens and \d+ log-probs for a response to row 13",
         ),
         (lambda c: again(c, (2, 0), (2, 1)), "returned response 0 to prompt 2, which it had returned before"),
-        (lambda c: edited(c, (1, 0), longer_columns), r"returned (\d+) versions for the \d+ tokens of row 11"),
+        (lambda c: edited(c, (1, 0), longer_columns), r"returned (99) experts for the \d+ tokens of row 11"),
     ],
     ids=["lost", "too-few", "again", "too-many", "nan", "lengths", "twice", "columns"],
 )

@@ -10,7 +10,7 @@ import helpers_scripts as h
 import numpy as np
 import pytest
 import torch
-from helpers_data import spans_of, versions_of
+from helpers_data import spans_of
 from helpers_engines import (
     PROMPTS,
     TEMPERATURE,
@@ -568,18 +568,22 @@ def test_sample_groups_keeps_groups_together_in_the_order_of_rows(engine, policy
 
 
 def test_a_sample_is_what_the_engine_completed():
-    completion = Completion((0, 1), [7, 8, 9], [-0.5, -1.0, -0.25], "length", versions_of([5, 6], (3, 1), (4, 2)))
+    experts = {"experts": np.arange(4, dtype=np.int8)}  # the last token is missing
+    completion = Completion((0, 1), [7, 8, 9], [-0.5, -1.0, -0.25], "length", experts)
     trajectory = Trajectory((0, 1), {"prompt_ids": [5, 6], "row_index": 11}, Sampling(), None)
-    trajectory.take(completion)
+    trajectory.take(completion, 3)
     s = trajectory.sample()
     assert [s.prompt_ids.tolist(), s.response_ids.tolist()] == [[5, 6], [7, 8, 9]]
     assert s.rollout_logprobs.tolist() == [-0.5, -1.0, -0.25] and s.response_mask.tolist() == [1, 1, 1]
-    assert (s.finish_reason, s.row_index, spans_of(s), s.outcome) == ("length", 11, ((3, 1), (4, 2)), None)
-    trajectory.take(Completion((0, 1), [], [], "abort", versions_of(range(5))))
+    assert (s.finish_reason, s.row_index, spans_of(s), s.outcome) == ("length", 11, ((3, 3),), None)
+    assert s.columns["experts"].tolist() == [0, 1, 2, 3, 127]
+    trajectory.take(Completion((0, 1), [], [], "abort"), 4)
     trajectory.tell([1, 2])
-    trajectory.take(Completion((0, 1), [6, 5], [-1.0, -2.0], "abort", versions_of(range(7), (4, 1), (6, 1))))
+    again = {"experts": np.arange(50, 58, dtype=np.int8)}
+    trajectory.take(Completion((0, 1), [6, 5], [-1.0, -2.0], "abort", again), 6)
     s, NONE = trajectory.sample(), np.iinfo(np.int32).max
-    assert s.columns["versions"].tolist() == [NONE, NONE, 3, 4, 4, NONE, NONE, 4, 6]
+    assert s.columns["versions"].tolist() == [NONE, NONE, 3, 3, 3, NONE, NONE, 6, 6]
+    assert s.columns["experts"].tolist() == [0, 1, 2, 3, 54, 55, 56, 57, 127]  # what is known already stays
 
 
 @pytest.mark.parametrize("logprobs", [[-0.5], [-0.5, math.nan], [-math.inf, -1.0], [-0.5, -1.0, -2.0], []], ids=str)
@@ -588,7 +592,7 @@ def test_a_response_without_a_finite_logprob_for_every_token_is_refused(logprobs
         RuntimeError, match=rf"returned 2 tokens and {len(logprobs)} log-probs for a response to row 11"
     ):
         trajectory = Trajectory((0, 0), {"prompt_ids": [5], "row_index": 11}, Sampling(), None)
-        trajectory.take(Completion((0, 0), [7, 8], logprobs, "stop"))
+        trajectory.take(Completion((0, 0), [7, 8], logprobs, "stop"), 0)
 
 
 def test_groups_are_handed_over_once_complete_while_others_are_sampled(engine, policy, monkeypatch):

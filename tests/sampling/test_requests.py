@@ -1,4 +1,4 @@
-"""Requests in flight: added, ended and aborted at any time, each with limits of its own, while weights are pushed."""
+"""Requests in flight: added, ended and aborted at any time, each with limits of its own."""
 
 import sys
 from types import ModuleType
@@ -7,11 +7,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from helpers_data import ranks_without_group, spans_of
+from helpers_data import ranks_without_group
 from helpers_engines import (
     PROMPTS,
     TEMPERATURE,
-    change,
     logits_of,
     logp_of,
     plain,
@@ -22,8 +21,6 @@ from helpers_engines import (
 
 from extras.engines import hf
 from rl.data.types import Request, Sampling
-from rl.model.load import load_pretrained
-from rl.model.sharding import shard
 from rl.sampling.engines import vllm
 from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import sample_groups, seeded
@@ -244,71 +241,6 @@ def test_stop_tokens_of_one_request_do_not_end_the_others(every_engine, policy):
     assert found[0].token_ids == whole[0].token_ids[:length] and found[0].finish_reason == "stop"
     passed = [c for c in found.values() if c.key != 0 and token in c.token_ids[:-1]]
     assert passed and all(c.finish_reason == "stop" or len(c.token_ids) == 40 for c in found.values())
-
-
-# --- pushes of weights
-
-
-def test_a_push_while_requests_are_in_flight(every_engine, policy, tiny_model, world):
-    """Tokens so far keep the log-probs of the old weights, the next ones have those of the new weights after them."""
-    newer = shard(load_pretrained(tiny_model, world), world)
-    change(newer, scale=0.05)
-    push(every_engine, policy)
-    version = every_engine.policy_version
-    short = Request("short", PROMPTS[0], Sampling(temperature=TEMPERATURE, max_tokens=2))
-    long = [Request(key, prompt, Sampling(temperature=TEMPERATURE, max_tokens=40)) for key, prompt, *_ in SIX]
-    waiting = [Request(key, PROMPTS[1], WARM) for key in ("waits 1", "waits 2", "waits 3")]
-    done = run(every_engine, [short, *long, *waiting], steps=5)
-    push(every_engine, newer)
-    assert every_engine.policy_version == version + 1
-    after = Request("after", PROMPTS[4], WARM)
-    done += run(every_engine, [after], seed=1)
-    found = by_key(done)
-    assert found.keys() == {"short", *"abcdef", "waits 1", "waits 2", "waits 3", "after"}
-
-    mixed = 0
-    for key, prompt, *_ in long:
-        c = found[key]
-        old, new = (logp_of(x, prompt, c.token_ids) for x in (policy, newer))
-        if len(c.token_ids) <= 5:
-            assert spans_of(c) == ((version, len(c.token_ids)),) and c.finish_reason == "stop"
-            new = old
-        else:
-            assert spans_of(c) == ((version, 5), (version + 1, len(c.token_ids) - 5))
-            assert ((old - new).abs() > 1e-3).sum() > 0.8 * len(old)  # which weights they are of can be told
-            mixed += 1
-        expected = torch.cat([old[:5], new[5:]])
-        torch.testing.assert_close(torch.tensor(c.logprobs), expected, rtol=0, atol=1e-4)
-    assert mixed >= 4
-    assert spans_of(found["short"]) == ((version, 2),)
-    torch.testing.assert_close(
-        torch.tensor(found["short"].logprobs), logp_of(policy, PROMPTS[0], found["short"].token_ids), rtol=0, atol=1e-4
-    )
-    assert spans_of(found["after"]) == ((version + 1, len(found["after"].token_ids)),)
-    assert_scored(newer, after, found["after"])
-
-
-def test_a_request_that_waits_for_room_while_weights_are_pushed_begins_with_the_new_ones(every_engine, policy):
-    push(every_engine, policy)
-    version = every_engine.policy_version
-    requests = [Request(i, PROMPTS[i % 5], Sampling(temperature=TEMPERATURE, max_tokens=20)) for i in range(11)]
-    done = run(every_engine, requests, steps=1)
-    change(policy, scale=0.05)
-    push(every_engine, policy)
-    found = by_key(done + run(every_engine))
-    for request in requests[8:]:
-        assert spans_of(found[request.key]) == ((version + 1, len(found[request.key].token_ids)),)
-        assert_scored(policy, request, found[request.key])
-    assert [version, version + 1] in [[v for v, _ in spans_of(found[key])] for key in range(8)]
-
-
-def test_an_aborted_request_says_which_weights_it_has_seen(every_engine, policy):
-    push(every_engine, policy)
-    version = every_engine.policy_version
-    run(every_engine, [Request("a", PROMPTS[2], WARM)], steps=2)
-    push(every_engine, policy)
-    [c] = every_engine.abort()
-    assert len(c.token_ids) == 2 and spans_of(c) == ((version, 2),)
 
 
 # --- vLLM with and without shortcuts

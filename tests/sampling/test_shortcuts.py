@@ -97,7 +97,7 @@ def drive(scheduler, *, shortcuts, pushes=()):
     from vllm.v1.request import Request
 
     init_none_hash(sha256)
-    responses = {name: OpenRequest(None, 0, [(0, 0)], ends_of(name)) for name in REQUESTS}
+    responses = {name: OpenRequest(None, 0, ends_of(name)) for name in REQUESTS}
     take_shortcuts(scheduler, responses if shortcuts else {})
     if not shortcuts:
         vars(scheduler).pop("schedule")  # and update_from_output passes on what it does not expect

@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3195,
+    "core": 3186,
     "wall": 1619,
-    "import train_grpo": 4136,
+    "import train_grpo": 4128,
     "import sft": 2496,
-    "import eval": 1428,
+    "import eval": 1420,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,

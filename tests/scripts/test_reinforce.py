@@ -225,7 +225,7 @@ def test_the_optimal_token_baseline_needs_two_responses():
 class Echo:
     """An engine that answers a request with its prompt's last id, as often as the request's `max_tokens` says."""
 
-    device, group = torch.device("cpu"), None
+    device, group, policy_version = torch.device("cpu"), None, 1
 
     waiting = ()
 

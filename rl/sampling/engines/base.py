@@ -28,7 +28,6 @@ class OpenRequest:
 
     request: Request
     rank: int  # that asked for it
-    began: list[tuple[int, int]]  # numbers of weights, and the first token, counted from the prompt's, that is theirs
     ends: set[int] = field(default_factory=set)  # ids that end it
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -97,10 +96,8 @@ class Engine:
         raise NotImplementedError
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load (name, whole tensor) pairs with Hugging Face names, lazily. All ranks must enter.
-
-        Responses in flight go on with the new weights; what they have so far is read again by the new weights. Raises
-        RuntimeError naming weights that no pushed tensor reached.
+        """Load (name, whole tensor) pairs with Hugging Face names, lazily. All ranks must enter. No request may be in
+        flight: see `Loop.interrupt`. Raises RuntimeError naming weights that no pushed tensor reached.
         """
         raise NotImplementedError
 
@@ -121,16 +118,5 @@ class Engine:
     def _complete(self, x: OpenRequest, reason: str) -> Completion:
         """What a request of this rank has that was in flight."""
         self.keys.discard(x.request.key)
-        versions = np.full(len(x.request.prompt_ids) + len(x.token_ids), np.iinfo(np.int32).max, np.int32)
-        for version, start in x.began:
-            versions[start:] = version
-        columns = {"versions": versions}
-        if x.routed:
-            columns["routed_experts"] = np.concatenate(x.routed).astype(self.routing)
+        columns = {"routed_experts": np.concatenate(x.routed).astype(self.routing)} if x.routed else {}
         return Completion(x.request.key, x.token_ids, x.logprobs, reason, columns)
-
-    def _count_push(self) -> None:
-        """Note that weights were pushed, also in the responses that are being sampled."""
-        self.policy_version += 1
-        for x in self.in_flight.values():
-            x.began.append((self.policy_version, len(x.request.prompt_ids) + len(x.token_ids)))

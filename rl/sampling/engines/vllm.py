@@ -137,8 +137,7 @@ class Engine(base.Engine):
             theirs = self.scheduler.requests[name]
             self.prompts.check(x.prompt_ids, theirs.prompt_token_ids)
             ends = theirs.sampling_params.all_stop_token_ids
-            began = [(self.policy_version, len(x.prompt_ids))]
-            self.in_flight[name] = base.OpenRequest(x, rank, began, ends)
+            self.in_flight[name] = base.OpenRequest(x, rank, ends)
 
     def step(self) -> list[Completion]:
         """See `base.Engine`. Raises RuntimeError if vLLM gives up on a response or forgets one."""
@@ -179,10 +178,10 @@ class Engine(base.Engine):
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `base.Engine`. Drops every cached prefix. Quantizes the weights again, if they are quantized."""
         push_weights(self.llm, named_tensors, is_processed=self.has_processed_weights)
-        reset = self.llm.reset_prefix_cache(reset_running_requests=bool(self.in_flight))
+        reset = self.llm.reset_prefix_cache()
         assert reset, "vLLM kept a stale prefix cache after a weight push"
         self.prompts.forget(self.llm)
-        self._count_push()
+        self.policy_version += 1
 
     def sleep(self) -> None:
         """See `base.Engine`. Frees vLLM's weights and KV cache (level 2: nothing is kept). It does nothing on a CPU,

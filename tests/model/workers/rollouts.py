@@ -28,11 +28,9 @@ OWN = {0: [("a", 1, 12), ("b", 2, 3)], 1: [("a", 3, 12)]}  # rank: key, prompt a
 LATE = {0: [], 1: [("late", 4, 3), ("gone", 0, 10)]}  # of what is added before the third step
 
 
-def in_flight(
-    engine: vllm.Engine, weights: dict[str, torch.Tensor], ranks: Ranks
-) -> list[tuple[list[int], Completion]]:
-    """One rank adds requests while others are sampled, `weights` are pushed before step 10, counted from 0, and what is
-    left, "gone", is aborted before step 12. Returns (prompt, completion) of all that has come back to this rank.
+def in_flight(engine: vllm.Engine, ranks: Ranks) -> list[tuple[list[int], Completion]]:
+    """One rank adds requests while others are sampled, and what is left, "gone", is aborted before step 12, counted
+    from 0. Returns (prompt, completion) of all that has come back to this rank.
     """
 
     def requests(plan: list[tuple]) -> list[Request]:
@@ -44,8 +42,6 @@ def in_flight(
         while engine.has_requests():
             if step == 2:
                 engine.add(requests(LATE[ranks.rank]))
-            if step == 10:
-                engine.update_weights(weights.items())
             if step == 12:
                 done += engine.abort()
             done += engine.step()
@@ -62,7 +58,6 @@ def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> Non
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     batch = torch.load(batch_file, weights_only=False)
     results = {"tied": policy.config.tie_word_embeddings}
-    first = {name: tensor.clone() for name, tensor in full_tensors(policy)}
 
     def roll_out(name: str, rows: list[dict], *, pushed: bool = True, model: torch.nn.Module = policy) -> None:
         if pushed:
@@ -90,7 +85,7 @@ def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> Non
     roll_out("second push", ROWS)
     roll_out("rank 0 without prompts", ROWS[:1])
     results["version"] = engine.policy_version
-    results["in flight"] = in_flight(engine, first, ranks)
+    results["in flight"] = in_flight(engine, ranks)
     adapted = make_them_count(load_with_adapters(path, ranks))
     roll_out("adapters", ROWS, model=adapted)
     results["merged"] = {name: x.clone() for name, x in weights_for_engine(adapted, ranks)}
