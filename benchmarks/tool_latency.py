@@ -210,9 +210,10 @@ class Script:
         def step_to_end() -> list[Completion]:
             done = step()
             for i, x in enumerate(done if self.has_turns else ()):
-                said = self.last_turn if self.begun[x.key] == len(self.lengths(x.key)) else self.turn
+                key = x.request.key
+                said = self.last_turn if self.begun[key] == len(self.lengths(key)) else self.turn
                 said = said[-len(x.token_ids) :]  # shorter if the model has ended the turn itself
-                done[i] = x._replace(token_ids=x.token_ids[: -len(said)] + said, finish_reason="stop")
+                done[i] = replace(x, token_ids=x.token_ids[: -len(said)] + said, finish_reason="stop")
             return done
 
         engine.add, engine.step = add_cut, step_to_end

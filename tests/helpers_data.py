@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from rl.data.batching import Update
-from rl.data.types import Completion, Sample, Score
+from rl.data.types import Sample, Score
 from rl.ranks import Ranks
 
 
@@ -45,7 +45,7 @@ def versions_of(prompt_ids: Sequence[int], *spans: tuple[int, int]) -> dict[str,
     return {"versions": np.array([np.iinfo(np.int32).max if v < 0 else v for v in versions], np.int32)}
 
 
-def spans_of(x: Sample | Completion) -> tuple[tuple[int, int], ...]:
+def spans_of(x: Sample) -> tuple[tuple[int, int], ...]:
     """Which weights have sampled the tokens of a response: (version, count) of sampled tokens in a row."""
     versions = x.columns["versions"]
     known = versions[versions < np.iinfo(np.int32).max].tolist()

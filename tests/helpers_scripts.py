@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -308,13 +309,13 @@ def step_by_prompt(step: Callable = hf.Engine.step) -> Callable:
     """
 
     def whole_group(engine):
-        first, waiting = engine.new[0], engine.new
-        engine.new = [request for request in waiting if request.key[0] == first.key[0]]
+        first, waiting = engine.new[0].request, engine.new
+        engine.new = [x for x in waiting if x.request.key[0] == first.key[0]]
         completions = []
         with seeded(derive_seed(*first.prompt_ids), engine.device):
             while engine.has_requests():
                 completions += step(engine)
-        engine.new = [request for request in waiting if request.key[0] != first.key[0]]
+        engine.new = [x for x in waiting if x.request.key[0] != first.key[0]]
         return completions
 
     return whole_group
@@ -392,7 +393,7 @@ def record_rounds(rounds: list, patch: Callable[[object, str, object], None]) ->
     def recording_step(engine):
         completions = step(engine)
         for completion in completions:
-            i, j = completion.key
+            i, j = completion.request.key
             rounds[-1][i][1][j] = completion
         return completions
 
@@ -404,7 +405,7 @@ def make_inexact(patch: Callable[[object, str, object], None]) -> None:
     """From now on the hf engine reports log-probs that are up to 0.05 nats off."""
 
     def inexact(engine, step=hf.Engine.step):
-        return [c._replace(logprobs=[x + 0.05 * math.sin(x) for x in c.logprobs]) for c in step(engine)]
+        return [replace(c, logprobs=[x + 0.05 * math.sin(x) for x in c.logprobs]) for c in step(engine)]
 
     patch(hf.Engine, "step", inexact)
 

@@ -96,8 +96,11 @@ class Engine(base.Engine):
         for i, x in self.in_flight.items():
             x.token_ids.append(tokens[i])
             x.logprobs.append(logprobs[i])
-        reasons = {i: self._reason_to_end(x) for i, x in self.in_flight.items()}
-        return self._forget({i: reason for i, reason in reasons.items() if reason})
+            if tokens[i] in (*self.eos_token_ids, *x.request.sampling.stop_token_ids):
+                x.finish_reason = "stop"
+            elif len(x.token_ids) == x.request.sampling.max_tokens:
+                x.finish_reason = "length"
+        return self._forget([i for i, x in self.in_flight.items() if x.finish_reason != "abort"])
 
     def _note_experts(self, seen: dict[int, list[Any]], new: int) -> None:
         """Keep, for each response of the batch, which experts its last `new` tokens had."""
@@ -108,17 +111,15 @@ class Engine(base.Engine):
             routed[:, :, layer] = choice.chosen.view(b, new, k).cpu().numpy()
         masks = self.attention_mask.bool().cpu().numpy()
         for i, x in self.in_flight.items():
-            x.routed.append(routed[i][masks[i][-new:]])
+            x.columns.setdefault("routed_experts", []).append(routed[i][masks[i][-new:]])
 
     def _begin_batch(self) -> None:
         begin, self.new = self.new[: self.max_num_seqs], self.new[self.max_num_seqs :]
-        ends = [{*self.eos_token_ids, *request.sampling.stop_token_ids} for request in begin]
-        self.generators = {i: random.Random(x.seed) for i, x in enumerate(begin) if x.seed is not None}
-        opened = [base.OpenRequest(x, self.rank, end) for x, end in zip(begin, ends, strict=True)]
-        self.in_flight = dict(enumerate(opened))
-        width = max(len(request.prompt_ids) for request in begin)
-        padding = [[0] * (width - len(request.prompt_ids)) for request in begin]
-        ids = [[*pad, *request.prompt_ids] for pad, request in zip(padding, begin, strict=True)]
+        self.in_flight, seeds = dict(enumerate(begin)), [x.request.seed for x in begin]
+        self.generators = {i: random.Random(seed) for i, seed in enumerate(seeds) if seed is not None}
+        width = max(len(x.request.prompt_ids) for x in begin)
+        padding = [[0] * (width - len(x.request.prompt_ids)) for x in begin]
+        ids = [[*pad, *x.request.prompt_ids] for pad, x in zip(padding, begin, strict=True)]
         mask = [pad + [1] * (width - len(pad)) for pad in padding]
         self.ids, self.attention_mask = (torch.tensor(x, device=self.device) for x in (ids, mask))
         self.cache = None
@@ -142,15 +143,10 @@ class Engine(base.Engine):
             tokens = torch.where(greedy, tokens, drawn)
         return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 
-    def _reason_to_end(self, x: base.OpenRequest) -> str:
-        if x.token_ids[-1] in x.ends:
-            return "stop"
-        return "length" if len(x.token_ids) == x.request.sampling.max_tokens else ""
-
     def abort(self) -> list[Completion]:
         """See `base.Engine`."""
-        waiting, self.new = [base.OpenRequest(request, self.rank) for request in self.new], []
-        return self._forget(dict.fromkeys(self.in_flight, "abort")) + [self._complete(x, "abort") for x in waiting]
+        waiting, self.new = self.new, []
+        return self._forget(list(self.in_flight)) + waiting
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `base.Engine`."""

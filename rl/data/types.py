@@ -59,14 +59,17 @@ def unknown(column: np.ndarray) -> int:
     return np.iinfo(column.dtype).max
 
 
-class Completion(NamedTuple):
-    """What an engine returns for one request: ids including the stop token, one log-prob per id, and why it ended."""
+@dataclass(eq=False)
+class Completion:
+    """What an engine has sampled for one request. The engine appends to it with every token until it is complete."""
 
-    key: Any
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str  # "stop", "length", or "abort" for what an aborted request had so far
-    columns: Columns = {}  # a column may end before the last token
+    request: Request
+    rank: int = 0  # that asked for it
+    token_ids: list[int] = field(default_factory=list)  # with the stop token
+    logprobs: list[float] = field(default_factory=list)  # one for each of them
+    finish_reason: str = "abort"  # or "stop" or "length", once it is complete
+    # Columns in parts, one behind the other. A column may end before the last token.
+    columns: dict[str, list[np.ndarray]] = field(default_factory=dict)
 
 
 class Outcome(NamedTuple):

@@ -68,8 +68,8 @@ class Trajectory:
         num_tokens = len(self.row["prompt_ids"]) + len(self.ids)
         versions = np.full(num_tokens, np.iinfo(np.int32).max, np.int32)
         versions[num_tokens - len(ids) :] = version
-        for name, column in {**completion.columns, "versions": versions}.items():
-            if len(column) > num_tokens:
+        for name, parts in {**completion.columns, "versions": [versions]}.items():
+            if len(column := np.concatenate(parts)) > num_tokens:
                 raise RuntimeError(
                     f"the engine returned {len(column)} {name} for the {num_tokens} tokens of row "
                     f"{self.row['row_index']} and its response"
@@ -143,8 +143,10 @@ class Loop:
 
     def start(self, name: Hashable, row: Row, sampling: Sampling, seed: int | None = None) -> None:
         """Begin `sampling.n` responses to a row. `name` comes back with the group. With a seed of their own they depend
-        on that, and not on `self.seed` or the global generators.
+        on that, and not on `self.seed` or the global generators. Raises ValueError if a group in flight is called so.
         """
+        if name in self.complete or (name, 0) in self.trajectories:
+            raise ValueError(f"a group with the name {name!r} is in flight already; names must differ")
         origin = (self.seed, row["row_index"]) if seed is None else (seed,)
         has_seed = self.partner is not None or seed is not None
         self.count += sampling.n
@@ -170,8 +172,8 @@ class Loop:
         """Sample about one more token of each response; returns the groups that are complete now."""
         done = []
         for completion in self.engine.step():
-            if (x := self.trajectories.get(completion.key)) is None or x.key in self.waiting:
-                name, j = completion.key
+            if (x := self.trajectories.get(completion.request.key)) is None or x.key in self.waiting:
+                name, j = completion.request.key
                 which = f"response {j} to prompt {name}"
                 raise RuntimeError(f"the engine returned {which}, which it had returned before or was not asked for")
             x.take(completion, self.engine.policy_version)
@@ -209,7 +211,7 @@ class Loop:
     def interrupt(self) -> None:
         """Take what is in flight out of the engine, which may sleep then, or get new weights; see `resume`."""
         for completion in self.engine.abort():
-            self.trajectories[completion.key].take(completion, self.engine.policy_version)
+            self.trajectories[completion.request.key].take(completion, self.engine.policy_version)
 
     def resume(self) -> None:
         """Let the engine go on with what it does not have: each response behind the tokens that it has."""

@@ -140,7 +140,7 @@ class Engine(hf.Engine):
         completions = []
         while self.has_requests():
             completions += super().step()
-        return self.change(sorted(completions))
+        return self.change(sorted(completions, key=lambda x: x.request.key))
 
 
 @pytest.fixture
@@ -163,24 +163,28 @@ def sample(tiny_model):
     scorer.close()
 
 
+def renamed(x, key):
+    return replace(x, request=x.request._replace(key=key))
+
+
 def without(completions, *keys):
-    return [x for x in completions if x.key not in keys]
+    return [x for x in completions if x.request.key not in keys]
 
 
 def edited(completions, key, edit):
-    return [edit(x) if x.key == key else x for x in completions]
+    return [edit(x) if x.request.key == key else x for x in completions]
 
 
 def no_number(x):
-    return x._replace(logprobs=[math.nan, *x.logprobs[1:]])
+    return replace(x, logprobs=[math.nan, *x.logprobs[1:]])
 
 
 def again(completions, *keys):
-    return completions + [x for x in completions if x.key in keys]
+    return completions + [x for x in completions if x.request.key in keys]
 
 
 def longer_columns(x):
-    return x._replace(columns={"experts": np.zeros(99, np.int8)})
+    return replace(x, columns={"experts": [np.zeros(50, np.int8), np.zeros(49, np.int8)]})
 
 
 @pytest.mark.parametrize(
@@ -189,10 +193,10 @@ def longer_columns(x):
         (lambda c: without(c, (3, 0), (3, 1)), "lost 2 of 8 responses, one to row 13 among them"),
         (lambda c: without(c, (1, 1)), "lost 1 of 8 responses, one to row 11 among them"),
         (lambda c: again(c, (2, 0)), "returned response 0 to prompt 2, which it had returned before"),
-        (lambda c: [*c, c[4]._replace(key=(2, 2))], "returned response 2 to prompt 2, .* was not asked for"),
+        (lambda c: [*c, renamed(c[4], (2, 2))], "returned response 2 to prompt 2, .* was not asked for"),
         (lambda c: edited(c, (0, 0), no_number), r"row 10, or log-probs that are not finite: \[nan"),
         (
-            lambda c: edited(c, (3, 0), lambda x: x._replace(logprobs=x.logprobs[1:])),
+            lambda c: edited(c, (3, 0), lambda x: replace(x, logprobs=x.logprobs[1:])),
             r"returned (\d+) tokens and \d+ log-probs for a response to row 13",
         ),
         (lambda c: again(c, (2, 0), (2, 1)), "returned response 0 to prompt 2, which it had returned before"),
@@ -208,7 +212,7 @@ def test_an_engine_that_returns_too_few_too_many_or_broken_samples_is_named_with
 @pytest.mark.parametrize("swap", [True, False])
 def test_an_engine_that_swaps_prompts_is_found_out_by_their_log_probs(sample, swap):
     other = [0, 2, 1, 3] if swap else range(4)
-    policy, samples, ranks = sample(lambda c: [x._replace(key=(other[x.key[0]], x.key[1]), columns={}) for x in c])
+    policy, samples, ranks = sample(lambda c: [renamed(x, (other[x.request.key[0]], x.request.key[1])) for x in c])
     if swap:
         with pytest.raises(RuntimeError, match="does not hold the policy's weights"):
             check_engine(policy, samples, Sampling(temperature=1.0), EngineFlags(max_logprob_gap=1e-4), ranks)
@@ -229,7 +233,7 @@ def test_an_engine_that_swaps_prompts_is_found_out_by_their_log_probs(sample, sw
 def test_the_usual_limit_of_the_gap_is_that_of_the_arithmetic(sample, gap, dtype, quantization, limit):
     """Of log-probs that differ by `gap` in either direction."""
     policy, samples, ranks = sample(
-        lambda c: [x._replace(logprobs=[y + gap * (-1) ** i for i, y in enumerate(x.logprobs)]) for x in c]
+        lambda c: [replace(x, logprobs=[y + gap * (-1) ** i for i, y in enumerate(x.logprobs)]) for x in c]
     )
     rollout = EngineFlags(rollout_quantization=quantization)
     expected = pytest.raises(RuntimeError, match=f"more than --max-logprob-gap {limit}") if limit else nullcontext()
@@ -289,9 +293,9 @@ def train(task, tmp_path, monkeypatch, capsys):
             (tmp_path / "odd.py").write_text(function + CASES[case])
             changes["custom_reward_function"] = (str(tmp_path / "odd.py"),)
         if case == "empty":
-            complete = hf.Engine._complete
+            forget = hf.Engine._forget
             empty = dict(token_ids=[], logprobs=[], finish_reason="stop", columns={})
-            monkeypatch.setattr(hf.Engine, "_complete", lambda *args: complete(*args)._replace(**empty))
+            monkeypatch.setattr(hf.Engine, "_forget", lambda *args: [replace(x, **empty) for x in forget(*args)])
         if case == "cut":
             changes["max_response_length"] = 1
         make = vars(h)[script.replace("train_", "") + "_settings"]

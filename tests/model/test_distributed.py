@@ -372,7 +372,7 @@ def test_requests_that_one_rank_adds_while_others_are_sampled(rolled_out):
     limits = {"a": 12, "b": 3, "late": 3, "gone": 12 - TAKE_EVERY}
     for keys, rank in zip(({"a", "b"}, {"a", "late", "gone"}), ranks, strict=True):
         trained = trained_model(plain, rank)
-        found = {c.key: (prompt, c) for prompt, c in rank["in flight"]}
+        found = {c.request.key: (prompt, c) for prompt, c in rank["in flight"]}
         assert len(found) == len(rank["in flight"]) and found.keys() == keys
         for key, (prompt, c) in found.items():
             assert c.finish_reason == ("abort" if key == "gone" else "length") and len(c.token_ids) == limits[key]

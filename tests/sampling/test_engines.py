@@ -568,19 +568,19 @@ def test_sample_groups_keeps_groups_together_in_the_order_of_rows(engine, policy
 
 
 def test_a_sample_is_what_the_engine_completed():
-    experts = {"experts": np.arange(4, dtype=np.int8)}  # the last token is missing
-    completion = Completion((0, 1), [7, 8, 9], [-0.5, -1.0, -0.25], "length", experts)
+    experts = {"experts": [np.arange(3, dtype=np.int8), np.array([3], np.int8)]}  # the last token is missing
     trajectory = Trajectory((0, 1), {"prompt_ids": [5, 6], "row_index": 11}, Sampling(), None)
-    trajectory.take(completion, 3)
+    request = trajectory.request()
+    trajectory.take(Completion(request, 0, [7, 8, 9], [-0.5, -1.0, -0.25], "length", experts), 3)
     s = trajectory.sample()
     assert [s.prompt_ids.tolist(), s.response_ids.tolist()] == [[5, 6], [7, 8, 9]]
     assert s.rollout_logprobs.tolist() == [-0.5, -1.0, -0.25] and s.response_mask.tolist() == [1, 1, 1]
     assert (s.finish_reason, s.row_index, spans_of(s), s.outcome) == ("length", 11, ((3, 3),), None)
     assert s.columns["experts"].tolist() == [0, 1, 2, 3, 127]
-    trajectory.take(Completion((0, 1), [], [], "abort"), 4)
+    trajectory.take(Completion(request), 4)
     trajectory.tell([1, 2])
-    again = {"experts": np.arange(50, 58, dtype=np.int8)}
-    trajectory.take(Completion((0, 1), [6, 5], [-1.0, -2.0], "abort", again), 6)
+    again = {"experts": [np.arange(50, 58, dtype=np.int8)]}
+    trajectory.take(Completion(request, 0, [6, 5], [-1.0, -2.0], columns=again), 6)
     s, NONE = trajectory.sample(), np.iinfo(np.int32).max
     assert s.columns["versions"].tolist() == [NONE, NONE, 3, 3, 3, NONE, NONE, 6, 6]
     assert s.columns["experts"].tolist() == [0, 1, 2, 3, 54, 55, 56, 57, 127]  # what is known already stays
@@ -592,7 +592,7 @@ def test_a_response_without_a_finite_logprob_for_every_token_is_refused(logprobs
         RuntimeError, match=rf"returned 2 tokens and {len(logprobs)} log-probs for a response to row 11"
     ):
         trajectory = Trajectory((0, 0), {"prompt_ids": [5], "row_index": 11}, Sampling(), None)
-        trajectory.take(Completion((0, 0), [7, 8], logprobs, "stop"), 0)
+        trajectory.take(Completion(trajectory.request(), 0, [7, 8], logprobs, "stop"), 0)
 
 
 def test_groups_are_handed_over_once_complete_while_others_are_sampled(engine, policy, monkeypatch):

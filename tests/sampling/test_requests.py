@@ -1,6 +1,7 @@
 """Requests in flight: added, ended and aborted at any time, each with limits of its own."""
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 from unittest import mock
 
@@ -24,6 +25,7 @@ from rl.data.types import Request, Sampling
 from rl.sampling.engines import vllm
 from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import sample_groups, seeded
+from rl.sampling.loop import Loop
 
 WARM = Sampling(temperature=TEMPERATURE, max_tokens=12)
 SIX = [Request(key, prompt, WARM) for key, prompt in zip("abcdef", [*PROMPTS, PROMPTS[1]], strict=True)]  # fit at once
@@ -41,7 +43,7 @@ def run(engine, requests=(), *, steps=1000, seed=0):
 
 
 def by_key(completions):
-    result = {c.key: c for c in completions}
+    result = {c.request.key: c for c in completions}
     assert len(result) == len(completions)  # none comes twice
     return result
 
@@ -108,7 +110,7 @@ def test_requests_added_while_others_are_sampled(every_engine, policy):
     assert found.keys() == {*"abcdef", "late", "later"}
     for request in (*SIX, *late):
         assert_scored(policy, request, found[request.key])
-    order = [c.key for c in done]
+    order = [c.request.key for c in done]
     lasting = [key for key in "abcdef" if len(found[key].token_ids) == 12]
     assert len(lasting) >= 2
     for key in lasting:  # the plain every_engine finishes a batch first
@@ -135,7 +137,7 @@ def test_more_requests_than_sequences_wait_for_room(every_engine, policy):
     push(every_engine, policy)
     requests = [Request(i, PROMPTS[i % 5], Sampling(temperature=TEMPERATURE, max_tokens=1 + i % 7)) for i in range(20)]
     first = run(every_engine, requests, steps=1)
-    assert {c.key for c in first} <= set(range(8)) and {0, 7} <= {c.key for c in first}  # of one token each
+    assert by_key(first).keys() <= set(range(8)) and {0, 7} <= by_key(first).keys()  # of one token each
     found = by_key(first + run(every_engine))
     assert found.keys() == set(range(20))
     for request in requests:
@@ -154,17 +156,22 @@ def test_prompts_that_do_not_fit_into_one_pass_wait_and_depend_on_their_seeds_al
     }
 
 
-@pytest.mark.parametrize("running", [True, False])
-def test_a_key_that_is_in_flight_is_refused(every_engine, policy, running):
+def test_a_group_is_refused_while_one_of_its_name_is_in_flight(every_engine, policy):
     push(every_engine, policy)
-    done = run(every_engine, SIX[:3], steps=int(running))
-    for keys in (["c"], ["new", "b"], ["new", "new"]):
-        with pytest.raises(ValueError, match=f"a request with the key '{keys[-1]}' is in flight already"):
-            every_engine.add([Request(key, PROMPTS[0], WARM) for key in keys])
-    done += run(every_engine)
-    assert by_key(done).keys() == {"a", "b", "c"}  # and "new" was not taken
-    again = by_key(run(every_engine, SIX[:3]))
-    assert again.keys() == {"a", "b", "c"}  # keys that have come back are free
+    loop, row = Loop(every_engine), {"prompt_ids": PROMPTS[0], "row_index": 0}
+    with seeded(0, every_engine.device):
+        for _ in range(2):  # a name that has come back is free
+            loop.start("a", row, replace(WARM, n=8, stop_token_ids=tuple(range(40))))
+            groups, was_incomplete = [], False
+            while not groups:
+                was_incomplete |= len(loop.complete.get("a", ())) > 0
+                with pytest.raises(ValueError, match="a group with the name 'a' is in flight already"):
+                    loop.start("a", row, WARM)
+                assert loop.is_open()
+                groups = loop.step()
+            [(name, samples)] = groups
+            assert name == "a" and len(samples) == 8 and was_incomplete
+            assert not loop.is_open()
 
 
 def test_a_request_that_could_outgrow_the_engine_is_refused_by_its_own_limit(every_engine):
@@ -174,7 +181,7 @@ def test_a_request_that_could_outgrow_the_engine_is_refused_by_its_own_limit(eve
         every_engine.add([fits, grows])
     assert not every_engine.has_requests()
     [completion] = run(every_engine, [fits])
-    assert completion.key == 10
+    assert completion.request.key == 10
 
 
 # --- abort
@@ -192,8 +199,8 @@ def test_an_aborted_request_gives_what_it_has_so_far(every_engine, policy):
         if request.key in lasting:
             c = aborted[request.key]
             assert c.finish_reason == "abort" and len(c.token_ids) == 5
-            assert c.token_ids == whole[c.key].token_ids[:5]
-            assert c.logprobs == pytest.approx(whole[c.key].logprobs[:5], abs=1e-5)
+            assert c.token_ids == whole[request.key].token_ids[:5]
+            assert c.logprobs == pytest.approx(whole[request.key].logprobs[:5], abs=1e-5)
             assert_scored(policy, request, c)
     assert every_engine.abort() == [] == run(every_engine, seed=1)
 
@@ -239,7 +246,7 @@ def test_stop_tokens_of_one_request_do_not_end_the_others(every_engine, policy):
     way = Sampling(temperature=TEMPERATURE, max_tokens=40, stop_token_ids=(token, 79))
     found = by_key(run(every_engine, [requests[0]._replace(sampling=way), *requests[1:]]))
     assert found[0].token_ids == whole[0].token_ids[:length] and found[0].finish_reason == "stop"
-    passed = [c for c in found.values() if c.key != 0 and token in c.token_ids[:-1]]
+    passed = [c for c in found.values() if c.request.key != 0 and token in c.token_ids[:-1]]
     assert passed and all(c.finish_reason == "stop" or len(c.token_ids) == 40 for c in found.values())
 
 

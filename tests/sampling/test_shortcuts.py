@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers_engines import drop_shortcuts
 
-from rl.sampling.engines.base import OpenRequest
+from rl.data.types import Completion
 from rl.sampling.engines.vllm_scheduler import take_shortcuts
 
 if importlib.util.find_spec("vllm") is None:
@@ -97,7 +97,7 @@ def drive(scheduler, *, shortcuts, pushes=()):
     from vllm.v1.request import Request
 
     init_none_hash(sha256)
-    responses = {name: OpenRequest(None, 0, ends_of(name)) for name in REQUESTS}
+    responses = {name: Completion(None) for name in REQUESTS}
     take_shortcuts(scheduler, responses if shortcuts else {})
     if not shortcuts:
         vars(scheduler).pop("schedule")  # and update_from_output passes on what it does not expect

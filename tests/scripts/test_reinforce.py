@@ -238,7 +238,7 @@ class Echo:
     def step(self):
         x = self.waiting.pop()  # the last one first
         count = x.sampling.max_tokens
-        return [Completion(x.key, [x.prompt_ids[-1]] * count, [0.0] * count, "length")]
+        return [Completion(x, 0, [x.prompt_ids[-1]] * count, [0.0] * count, "length")]
 
 
 def test_each_row_may_be_answered_in_its_own_way():

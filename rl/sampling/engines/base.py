@@ -10,8 +10,7 @@
 `Loop` in rl/sampling/loop.py has this loop once, for groups of responses.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,18 +19,6 @@ import torch.distributed as dist
 
 from rl.data.types import Completion, Request
 from rl.ranks import Ranks
-
-
-@dataclass
-class OpenRequest:
-    """A request whose response is being sampled."""
-
-    request: Request
-    rank: int  # that asked for it
-    ends: set[int] = field(default_factory=set)  # ids that end it
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    routed: list[np.ndarray] = field(default_factory=list)  # (n, layers, k) experts of tokens, in parts
 
 
 class Engine:
@@ -51,22 +38,16 @@ class Engine:
         self.memory = 0  # bytes on the device that `sleep` gives back, as `make_engine` has seen it
         self.policy_version = 0  # number of the weights: each push adds one; a resumed run sets it to its first step
         self.routing: np.dtype | None = None  # of completions' column "routed_experts", if they have one
-        self.keys: set[Hashable] = set()  # of this rank's requests that have not come back
-        self.new: list[Request] = []  # those of them that have not begun
-        self.in_flight: dict[Any, OpenRequest] = {}  # those that have, of all ranks that share this engine
+        self.new: list[Completion] = []  # of this rank's requests that have not begun
+        self.in_flight: dict[Any, Completion] = {}  # of those that have, of all ranks that share this engine
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Take requests. Raises ValueError if one could outgrow the engine, or has the key of one that is in flight."""
-        keys = set(self.keys)
+        """Take requests, whose keys differ from those in flight. Raises ValueError if one could outgrow the engine."""
         for request in requests:
             n = len(request.prompt_ids) + request.sampling.max_tokens
             if n > self.longest:
                 raise ValueError(f"prompt and response may have {n} tokens, but the engine was made for {self.longest}")
-            if request.key in keys:
-                raise ValueError(f"a request with the key {request.key!r} is in flight already; keys must differ")
-            keys.add(request.key)
-        self.keys = keys
-        self.new += requests
+        self.new += [Completion(request, self.rank) for request in requests]
 
     def of_group(self, value: Any) -> list[Any]:
         """The `value` of each rank that shares this engine, in their order. All of them must enter."""
@@ -110,13 +91,7 @@ class Engine:
     def close(self) -> None:
         """Shut down, once every rank is done."""
 
-    def _forget(self, ended: dict[Any, str]) -> list[Completion]:
-        """Forget requests in flight, by name with their reasons; returns the completions of this rank."""
-        gone = [(self.in_flight.pop(name), reason) for name, reason in ended.items()]
-        return [self._complete(x, reason) for x, reason in gone if x.rank == self.rank]
-
-    def _complete(self, x: OpenRequest, reason: str) -> Completion:
-        """What a request of this rank has that was in flight."""
-        self.keys.discard(x.request.key)
-        columns = {"routed_experts": np.concatenate(x.routed).astype(self.routing)} if x.routed else {}
-        return Completion(x.request.key, x.token_ids, x.logprobs, reason, columns)
+    def _forget(self, names: Iterable[Any]) -> list[Completion]:
+        """Forget requests in flight, by their names; returns the completions of this rank."""
+        ended = [self.in_flight.pop(name) for name in names]
+        return [x for x in ended if x.rank == self.rank]

@@ -123,21 +123,19 @@ class Engine(base.Engine):
         """
         if self.in_flight and self.steps % TAKE_EVERY and not at_once:
             return
-        every = [(rank, request) for rank, requests in self.of_group((self.rank, self.new)) for request in requests]
+        every = [x for new in self.of_group(self.new) for x in new]
         self.new = []
         if not every:
             return
         self.steps = 0
-        prompts = [self.prompts.of(x.prompt_ids) for _, x in every]
-        params = [_params(x.sampling, x.seed) for _, x in every]
+        prompts = [self.prompts.of(x.request.prompt_ids) for x in every]
+        params = [_params(x.request.sampling, x.request.seed) for x in every]
         names = self.llm.enqueue(prompts, params, use_tqdm=False)
         # Only vLLM's own output loop forgets these requests, since we read tokens from its core; the core goes on.
         self.llm.llm_engine.output_processor.abort_requests(names, internal=True)
-        for name, (rank, x) in zip(names, every, strict=True):
-            theirs = self.scheduler.requests[name]
-            self.prompts.check(x.prompt_ids, theirs.prompt_token_ids)
-            ends = theirs.sampling_params.all_stop_token_ids
-            self.in_flight[name] = base.OpenRequest(x, rank, ends)
+        for name, x in zip(names, every, strict=True):
+            self.prompts.check(x.request.prompt_ids, self.scheduler.requests[name].prompt_token_ids)
+            self.in_flight[name] = x
 
     def step(self) -> list[Completion]:
         """See `base.Engine`. Raises RuntimeError if vLLM gives up on a response or forgets one."""
@@ -146,10 +144,10 @@ class Engine(base.Engine):
         if not self.in_flight:
             return []
         if not self.scheduler.has_requests():
-            lost = list(self.in_flight)
-            self._forget(dict.fromkeys(lost, "abort"))
-            raise RuntimeError(f"vLLM has dropped {len(lost)} responses")
-        outputs, ended = self.core.get_output(), {}
+            lost = len(self.in_flight)
+            self.in_flight.clear()
+            raise RuntimeError(f"vLLM has dropped {lost} responses")
+        outputs, ended = self.core.get_output(), []
         self.has_started = self.has_started or started("first tokens")
         if (stats := self.llm.llm_engine.logger_manager) is not None and outputs.scheduler_stats is not None:
             stats.record(outputs.scheduler_stats, None)
@@ -161,19 +159,21 @@ class Engine(base.Engine):
                 x.token_ids.extend(output.new_token_ids)
                 x.logprobs.append(new if isinstance(new, float) else float(new.logprobs[0, 0]))
                 if output.routed_experts is not None:  # of tokens up to the one before those that are new
-                    fresh = len(x.request.prompt_ids) + len(x.token_ids) - 1 - sum(map(len, x.routed))
-                    x.routed.append(output.routed_experts[-fresh:])
+                    parts = x.columns.setdefault("routed_experts", [])
+                    fresh = len(x.request.prompt_ids) + len(x.token_ids) - 1 - sum(map(len, parts))
+                    parts.append(output.routed_experts[-fresh:].astype(self.routing))
             if output.finish_reason is not None:
-                ended[output.request_id] = reason = str(output.finish_reason)
-                if reason not in ("stop", "length"):
-                    raise RuntimeError(f"vLLM gave up on the response {x.request.key}: {reason}")
+                ended.append(output.request_id)
+                x.finish_reason = str(output.finish_reason)
+                if x.finish_reason not in ("stop", "length"):
+                    raise RuntimeError(f"vLLM gave up on the response {x.request.key}: {x.finish_reason}")
         return self._forget(ended)
 
     def abort(self) -> list[Completion]:
         """See `base.Engine`."""
         self._take_new(at_once=True)
         self.core.abort_requests(list(self.in_flight))
-        return self._forget(dict.fromkeys(self.in_flight, "abort"))
+        return self._forget(list(self.in_flight))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `base.Engine`. Drops every cached prefix. Quantizes the weights again, if they are quantized."""

@@ -14,12 +14,12 @@ gets one token longer, and that is written down here. Two methods of a live sche
 import math
 from typing import Any, NamedTuple
 
-from rl.sampling.engines.base import OpenRequest
+from rl.data.types import Completion
 
 TESTED = ("0.26.", "0.28.", "0.32.", "0.33.")  # of vLLM; tests/sampling/test_shortcuts.py has run on these
 
 
-def take_shortcuts(scheduler: Any, in_flight: dict[str, OpenRequest]) -> None:
+def take_shortcuts(scheduler: Any, in_flight: dict[str, Completion]) -> None:
     """Let sequences of `in_flight`, by vLLM's name, bypass the scheduler where they just get one token longer.
 
     Their tokens and log-probs are put there directly. Other tokens pass as ever, with a number as `new_logprobs`.
@@ -82,7 +82,7 @@ def take_shortcuts(scheduler: Any, in_flight: dict[str, OpenRequest]) -> None:
             if (
                 length % block_size
                 and length < request.num_prompt_tokens + request.max_tokens
-                and (token_id := output.sampled_token_ids[index][0]) not in known.ends
+                and (token_id := output.sampled_token_ids[index][0]) not in request.sampling_params.all_stop_token_ids
             ):
                 request._all_token_ids.append(token_id)
                 request._output_token_ids.append(token_id)

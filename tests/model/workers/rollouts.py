@@ -46,8 +46,7 @@ def in_flight(engine: vllm.Engine, ranks: Ranks) -> list[tuple[list[int], Comple
                 done += engine.abort()
             done += engine.step()
             step += 1
-    prompts = {key: PROMPTS[i] for key, i, _ in OWN[ranks.rank] + LATE[ranks.rank]}
-    return [(prompts[c.key], c) for c in done]
+    return [(c.request.prompt_ids, c) for c in done]
 
 
 def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> None:
