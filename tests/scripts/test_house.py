@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3186,
+    "core": 3171,
     "wall": 1619,
-    "import train_grpo": 4128,
+    "import train_grpo": 4113,
     "import sft": 2496,
-    "import eval": 1420,
+    "import eval": 1405,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
