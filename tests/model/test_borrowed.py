@@ -67,10 +67,10 @@ BORROWED = [
     Borrowed(
         "vllm.engine.arg_utils.EngineArgs", "extras/families/vision_in_vllm.py", "tells whether vLLM normalizes images"
     ),
-    Borrowed("vllm.SamplingParams.all_stop_token_ids", "sampling/engines/vllm.py", "ends a response"),
+    Borrowed("vllm.SamplingParams.all_stop_token_ids", "sampling/engines/vllm_scheduler.py", "ends a response"),
     Borrowed(
         "vllm.model_executor.models.registry._run_in_subprocess",
-        "sampling/engines/vllm.py",
+        "sampling/engines/vllm_scheduler.py",
         "starts a process to look at the class of a model, which takes ten seconds and more",
     ),
     # vLLM: weights that it keeps in another form than files.
