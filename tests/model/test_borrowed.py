@@ -70,7 +70,7 @@ BORROWED = [
     Borrowed("vllm.SamplingParams.all_stop_token_ids", "sampling/engines/vllm_scheduler.py", "ends a response"),
     Borrowed(
         "vllm.model_executor.models.registry._run_in_subprocess",
-        "sampling/engines/vllm_scheduler.py",
+        "sampling/engines/vllm.py",
         "starts a process to look at the class of a model, which takes ten seconds and more",
     ),
     # vLLM: weights that it keeps in another form than files.

@@ -26,10 +26,10 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3171,
+    "core": 3161,
     "wall": 1619,
-    "import train_grpo": 4113,
-    "import sft": 2496,
+    "import train_grpo": 4103,
+    "import sft": 2488,
     "import eval": 1405,
     "eval.py": 107,
     "sft.py": 93,
