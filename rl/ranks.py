@@ -17,7 +17,6 @@ import torch.distributed as dist
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1
 PATIENCE = datetime.timedelta(days=30)
-ALONE = "GLASSRL_PORT_ALONE"  # environment: MASTER_PORT of a world of one that this process has made
 
 
 @dataclass(frozen=True)
@@ -127,13 +126,9 @@ def init_ranks() -> Ranks:
     """
     die_with_launcher()
     if "RANK" not in os.environ:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-        os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), ALONE: str(port)}
+        os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         if "lo" in dict(socket.if_nameindex()).values():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens where the machine's name leads
-    is_alone = os.environ.get("MASTER_PORT", "") == os.environ.get(ALONE)  # also when it joins once more
     use_cuda = torch.cuda.is_available()
     where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -141,7 +136,7 @@ def init_ranks() -> Ranks:
     dtype = torch.bfloat16 if use_cuda else torch.float32
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not dist.is_initialized():
-        store = dist.HashStore() if is_alone else None  # torch's own would listen on all of the machine's networks
+        store = dist.HashStore() if size == 1 else None  # torch's own would listen on all of the machine's networks
         dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=size)
     everyone = dist.group.WORLD
     assert everyone is not None, "there is no process group"

@@ -12,13 +12,11 @@ the group statistics and the loss, and is counted. (A wrong answer has a score, 
 """
 
 import os
-import queue
 import sys
-import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import replace
+from multiprocessing.pool import AsyncResult, ThreadPool
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -85,27 +83,26 @@ class Scorer:
         self.num_workers = flags.reward_workers or min(max(own_cores, 1), 16)
         self.tokenizer, self.timeout_s, self.extra_info = tokenizer, flags.reward_timeout, extra_info
         self.functions = parse_functions(functions)
-        self.tasks: queue.SimpleQueue = queue.SimpleQueue()  # (future, arguments of `_score`), or None to stop
         self.total = 0  # tasks ever submitted
         # Of each sample that was not collected: its row, the task that scores it, and its place in what that returns.
-        self.submitted: dict[Sample, tuple[Row, Future, int]] = {}
+        self.submitted: dict[Sample, tuple[Row, AsyncResult, int]] = {}
         self.partner = partner
         self.judges: Sequence[Judge] = ()  # change what the functions gave; they have to be loaded before `collect`
-        workers, reply = [], {}
+        # One thread for each worker. They are daemons: an executor's threads would be waited for when a trainer fails.
+        self.threads = ThreadPool(self.num_workers)
+        self.workers: list[Worker] = []
         try:
             for _ in range(self.num_workers):
-                workers.append(Worker(self.functions, flags.reward_timeout, flags.reward_memory_mb))
+                self.workers.append(Worker(self.functions, flags.reward_timeout, flags.reward_memory_mb))
+            replies = self.threads.map(Worker.load, self.workers)
         except OSError as error:
-            reply = {"problem": f"only {len(workers)} processes can be started ({error}); lower --reward-workers"}
-        for worker in workers:  # all of them load the functions at the same time
-            reply = reply if "problem" in reply else worker.load()
-        if "problem" in reply:
-            for worker in workers:
-                worker.kill()
-            raise ValueError(f"--custom-reward-function {' '.join(functions)} cannot be loaded: {reply['problem']}")
-        self.batched = reply["batched"]
-        for worker in workers:  # daemons: an executor's threads would be waited for when a trainer fails
-            threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
+            started = f"only {len(self.workers)} processes can be started"
+            replies = [{"problem": f"{started} ({error}); lower --reward-workers"}]
+        if problems := [reply["problem"] for reply in replies if "problem" in reply]:
+            self.close()
+            raise ValueError(f"--custom-reward-function {' '.join(functions)} cannot be loaded: {problems[0]}")
+        self.batched = replies[0]["batched"]
+        self.idle = list(self.workers)  # workers that score nothing at the moment
         self.report, self.components = try_functions(self, rows)  # of each data source, names of parts of its scores
         self.judges = judges
 
@@ -113,9 +110,9 @@ class Scorer:
         """Hand in all responses to the prompt of `row`; scoring begins at once. `collect` waits for the scores."""
         size = len(samples) if self.batched else 1
         for i in range(0, len(samples), size):
-            task, scored_together = Future(), samples[i : i + size]
+            scored_together, twice = samples[i : i + size], self.total % RECHECK_EVERY == 0
+            task = self.threads.apply_async(self._score, (row, scored_together, twice))
             self.submitted |= {sample: (row, task, place) for place, sample in enumerate(scored_together)}
-            self.tasks.put((task, row, scored_together, self.total % RECHECK_EVERY == 0))
             self.total += 1
 
     def collect(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -128,15 +125,16 @@ class Scorer:
         """
         submitted = [self.submitted.pop(sample) for sample in samples]
         tasks = list(dict.fromkeys(task for _, task, _ in submitted))
-        while (waiting := wait(tasks, timeout=0.2).not_done) and not stop.requested():
-            pass
-        if errors := [task.exception() for task in tasks if task.done() and task.exception()]:
-            raise RuntimeError("the pool of reward processes failed") from errors[0]
-        results = [] if waiting else [task.result() for task in tasks]
+        while (waiting := [task for task in tasks if not task.ready()]) and not stop.requested():
+            waiting[0].wait(timeout=0.2)
+        try:
+            results = [] if waiting else [task.get() for task in tasks]
+        except Exception as error:
+            raise RuntimeError("the pool of reward processes failed") from error
         if problems := [problem for _, problem in results if problem]:
             say(f"reward: {len(problems)} problem(s), the first: {problems[0]}", sys.stderr)
         unknown = Score("", None, {}, "none", 0.0)  # of all samples, if the run was asked to stop
-        scores = [unknown if waiting else task.result()[0][place] for _, task, place in submitted]
+        scores = [unknown if waiting else task.get()[0][place] for _, task, place in submitted]
         for judge in self.judges:
             scores = judge.judge([row for row, _, _ in submitted], samples, scores)
         return [replace(sample, score=score) for sample, score in zip(samples, scores, strict=True)]
@@ -147,22 +145,15 @@ class Scorer:
             judge.load(ranks, max_tokens, fsdp_size)
 
     def close(self) -> None:
-        """End the workers."""
-        for _ in range(self.num_workers):
-            self.tasks.put(None)
+        """End the workers. Nothing that was submitted before gets a score any more."""
+        self.threads.terminate()
+        for worker in self.workers:
+            worker.kill()
 
-    def _serve(self, worker: Worker) -> None:
-        """One thread: give one worker tasks."""
-        while (task := self.tasks.get()) is not None:
-            future, *arguments = task
-            try:
-                future.set_result(self._score(worker, *arguments))
-            except Exception as error:  # `collect` raises it
-                future.set_exception(error)
-        worker.kill()
-
-    def _score(self, worker: Worker, row: Row, samples: Sequence[Sample], twice: bool) -> tuple[list[Score], str]:
-        """Let a worker score responses to a row. Returns the scores, and what went wrong, "" if nothing did."""
+    def _score(self, row: Row, samples: Sequence[Sample], twice: bool) -> tuple[list[Score], str]:
+        """Let a worker score responses to a row, in one of the threads. Returns the scores, and what went wrong, "" if
+        nothing did.
+        """
         texts = decode_responses(self.tokenizer, [s.response_ids.tolist() for s in samples])
         outcomes = [s.outcome or Outcome({}, 0.0, text, {}, {}) for s, text in zip(samples, texts, strict=True)]
         scores = [Score(x.text, None, {}, "none", 0.0) for x in outcomes]
@@ -172,8 +163,9 @@ class Scorer:
         source, truth = row["data_source"], row["reward_model"]["ground_truth"]
         known, lengths = row["extra_info"] | self.extra_info, [{"response_length": s.num_sampled} for s in samples]
         calls = [(source, outcomes[i].text, truth, known | lengths[i] | outcomes[i].extra_info) for i in asked]
-        start = time.monotonic()
+        worker, start = self.idle.pop(), time.monotonic()
         reply = worker.score(calls, self.timeout_s, twice=twice)
+        self.idle.append(worker)
         seconds = (time.monotonic() - start) / len(calls)
         problem, results = reply.get("problem", ""), reply.get("scored", [(None, {})] * len(calls))
         for i, (value, parts) in zip(asked, results, strict=True):

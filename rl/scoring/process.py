@@ -12,6 +12,7 @@ from rl import children
 START_SECONDS = 120  # to import the reward functions
 WALL_FACTOR = 4  # a response may take this many times its CPU seconds by the clock: it waits, or the machine is busy
 LOOKS = 10  # waits for a reply: of the time in which a job is suspended at most one of them counts
+MESSAGE_SECONDS = 60  # for which a message may stand still that one side has begun to send
 MAX_REPLY = 64 << 20  # bytes that a worker may send for one task
 TASKS_PER_WORKER = 1000  # then a fresh process takes over, whatever the functions have leaked
 
@@ -28,13 +29,14 @@ class Worker:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # beyond it BlockingIOError is raised
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", MESSAGE_SECONDS, 0))
         self.process = children.start_worker("rl.scoring.worker.main", theirs)
         self.connection, self.num_tasks = Connection(ours.detach()), 0
-        self.connection.send(("load", *self.setup))
 
     def load(self) -> dict[str, Any]:
-        """The reply of a new process, see `worker.Rewards.load`."""
-        return self._reply(START_SECONDS)
+        """Let a new process load the functions. Returns its reply, see `worker.Rewards.load`."""
+        return self._ask(START_SECONDS, "load", *self.setup)
 
     def score(self, calls: list[tuple], timeout_s: float, *, twice: bool) -> dict[str, Any]:
         """The reply to a task, see `worker.Rewards.score`."""
@@ -44,23 +46,19 @@ class Worker:
             if "problem" in (reply := self.load()):
                 return reply
         self.num_tasks += 1
-        return self._reply(WALL_FACTOR * timeout_s * len(calls) * (1 + twice), "score", calls, twice)
+        return self._ask(WALL_FACTOR * timeout_s * len(calls) * (1 + twice), "score", calls, twice)
 
-    def _reply(self, seconds: float, *request: Any) -> dict[str, Any]:
-        """Send the request, if there is one, and wait for the reply, JSON. Kills a worker that is late or sends other
-        things.
-        """
+    def _ask(self, seconds: float, *request: Any) -> dict[str, Any]:
+        """Send a request, and wait for the reply, JSON. Kills a worker that is late or sends other things."""
         try:
-            if request:
-                self._set_timeout(socket.SO_SNDTIMEO, seconds)  # the worker may take half a message
-                self.connection.send(request)
-            left = next((n for n in range(LOOKS, 1, -1) if self.connection.poll(seconds / LOOKS)), 1)
-            self._set_timeout(socket.SO_RCVTIMEO, seconds * left / LOOKS)  # half a message may have come, or nothing
+            self.connection.send(request)
+            if not any(self.connection.poll(seconds / LOOKS) for _ in range(LOOKS)):
+                raise TimeoutError
             reply = json.loads(self.connection.recv_bytes(MAX_REPLY))
             if reply.get("is_last"):
                 self.kill()
             return reply
-        except BlockingIOError:  # the socket's timeout
+        except (TimeoutError, BlockingIOError):
             status, problem = "timeout", f"no score after {seconds:.0f} s; the worker was killed"
         except (EOFError, ConnectionError):
             self.process.send_signal(signal.SIGCONT)  # a reward function may have stopped the guard
@@ -73,12 +71,6 @@ class Worker:
             status, problem = "error", f"the worker sent something else: {error}"
         self.kill()
         return {"problem": problem, "status": status}
-
-    def _set_timeout(self, option: int, seconds: float) -> None:
-        """Let the connection raise BlockingIOError when it can read or write nothing for so many seconds."""
-        timeout = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) or 1)  # all zeros would be no limit
-        with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
-            ours.setsockopt(socket.SOL_SOCKET, option, timeout)
 
     def kill(self) -> None:
         """End the process and all that it started."""

@@ -10,17 +10,18 @@ from rl.data.rows import Row, no_ground_truth
 from rl.data.types import Sample, Score
 
 FAILED = ("error", "timeout")  # status of a response that could not be scored
-# How responses give their answers, for data without whole right responses.
-ANSWER_FORMS = (r"\boxed{...}", "Answer: ...", "#### ...", "<answer>...</answer>")
+REFERENCE = "the reference answer"
+# How responses may give a ground truth, for data without whole right responses.
+ANSWER_FORMS = ("...", r"\boxed{...}", "Answer: ...", "#### ...", "<answer>...</answer>")
 
 
 def try_functions(scorer: Any, rows: Iterable[Row]) -> tuple[str, dict[str, set[str]]]:
     """Score an empty response and the reference answer of the first row of every data source, and of its first row
-    without a ground truth.
+    without a ground truth. A ground truth that may be an answer is tried in ANSWER_FORMS too.
 
     Args: scorer, a `Scorer` without judges. Returns: the scores in words, and the names of the components of scores by
-    data source. Raises ValueError if they cannot be scored: wrong columns, a missing package, a sandbox that cannot be
-    built.
+    data source. Raises ValueError if an empty response or the reference answer cannot be scored: wrong columns, a
+    missing package, a sandbox that cannot be built.
     """
     if not scorer.functions:
         return "rewards: no function", {}
@@ -30,35 +31,38 @@ def try_functions(scorer: Any, rows: Iterable[Row]) -> tuple[str, dict[str, set[
         first.setdefault((row["data_source"], which), row)
     lines, components = {}, {}  # by data source
     for (source, which), row in first.items():
-        right, empty = _scores(scorer, row, [_reference(row), ""])
-        for score in (right, empty):
+        texts = {} if no_ground_truth(row) else _right_responses(row)
+        empty, *scores = _scores(scorer, row, ["", *texts.values()])
+        for score in (empty, *scores[:1]):
             components.setdefault(source, set()).update(score.components)
             if score.status in FAILED:
                 raise ValueError(
                     f"--custom-reward-function fails on the {which} of data source {source!r} with the response "
                     f"{score.text[-100:]!r} ({score.status}; the traceback is above); mend the function or the data"
                 )
-        lines.setdefault(source, f"{source}: {_describe(scorer, row, right, empty)}")
+        line = f"without a ground truth, an empty response scores {_show(empty)}"
+        if texts:
+            right = list(zip(texts, scores, strict=True))
+            best = max(right, key=lambda x: _value(x[1]))  # the first of equal ones
+            what, score = right[0] if _value(scores[0]) > _value(empty) else best
+            if what != REFERENCE and _value(score) <= _value(empty):
+                what = "the ground truth, in every form tried,"
+            line = f"{what} scores {_show(score)}, an empty one {_show(empty)}"
+        lines.setdefault(source, f"{source}: {line}")
     return f"rewards: {'; '.join(lines.values()) or 'nothing to score'}", components
 
 
-def _describe(scorer: Any, row: Row, right: Score, empty: Score) -> str:
-    """What a reference and an empty response scored. A bare truth that earns nothing is tried in
-    ANSWER_FORMS, and the best one is reported.
+def _right_responses(row: Row) -> dict[str, str]:
+    """Responses that should score well, by what they are: extra_info.answer, a whole right response, or else the ground
+    truth in ANSWER_FORMS; of a list or dict the first text in it.
     """
-    if no_ground_truth(row):
-        return f"without a ground truth, an empty response scores {_show(empty)}"
-    what, truth = "the ground truth", _reference(row)
-    if isinstance(row["extra_info"].get("answer"), str):
-        what = "the reference answer"
-    elif _value(right) <= _value(empty):
-        what = "the ground truth, in every form tried,"
-        for form in ANSWER_FORMS if len(truth) < 1000 else ():  # a long one is a program's tests, and no answer
-            [score] = _scores(scorer, row, [form.replace("...", truth)])
-            if _value(score) > _value(right):
-                right = score
-                what = f"the ground truth as {form}" if _value(score) > _value(empty) else what
-    return f"{what} scores {_show(right)}, an empty one {_show(empty)}"
+    answer, truth = row["extra_info"].get("answer"), row["reward_model"]["ground_truth"]
+    if isinstance(answer, str):
+        return {REFERENCE: answer}
+    while isinstance(truth, (list, dict)) and truth:
+        truth = next(iter(truth.values() if isinstance(truth, dict) else truth))
+    forms = ANSWER_FORMS if len(str(truth)) < 1000 else ANSWER_FORMS[:1]  # a long one is a program's tests
+    return {f"the ground truth as {x}".removesuffix(" as ..."): x.replace("...", str(truth)) for x in forms}
 
 
 def _scores(scorer: Any, row: Row, texts: Sequence[str]) -> list[Score]:
@@ -71,16 +75,6 @@ def _scores(scorer: Any, row: Row, texts: Sequence[str]) -> list[Score]:
         samples.append(Sample(np.array([]), *tokens, "stop", 0, outcome))
     scorer.submit(row, samples)
     return [sample.score for sample in scorer.collect(samples)]
-
-
-def _reference(row: Row) -> str:
-    """extra_info.answer, a whole right response, else the ground truth; of a list or dict the first text in it."""
-    answer, truth = row["extra_info"].get("answer"), row["reward_model"]["ground_truth"]
-    if isinstance(answer, str):
-        return answer
-    while isinstance(truth, (list, dict)) and truth:
-        truth = next(iter(truth.values() if isinstance(truth, dict) else truth))
-    return str(truth)
 
 
 def _value(score: Score) -> float:

@@ -428,21 +428,22 @@ def test_every_step_may_have_its_own_number_of_ranks(task, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-7) and len(losses[0]) == 3
 
 
-def test_a_world_of_one_is_made_again_though_its_port_is_taken(monkeypatch):
+def test_a_world_of_one_needs_no_port_and_is_made_again(monkeypatch):
     for name in launch.RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    init_ranks()
-    shutdown_ranks()
-    with socket.create_server(("", int(os.environ["MASTER_PORT"]))):
-        assert init_ranks().size == 1
-        shutdown_ranks()
+    with socket.create_server(("", 0)) as held:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(held.getsockname()[1]))
+        for _ in range(2):  # then as torchrun names the only rank
+            assert init_ranks().size == 1 and os.environ["WORLD_SIZE"] == "1"
+            shutdown_ranks()
     launch.forget_rank()
 
 
 def test_a_port_in_use_is_named(monkeypatch):
     with socket.create_server(("", 0)) as held:
         port = held.getsockname()[1]
-        world = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        world = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         for name, value in world.items():
             monkeypatch.setenv(name, str(value))
         with pytest.raises(RuntimeError, match=f"{port}.*EADDRINUSE"):

@@ -531,6 +531,7 @@ def test_a_function_that_asks_for_input_gets_none(pool, write, capfd):
 
 def test_half_a_message_holds_a_task_until_its_deadline_and_no_longer(pool, write, monkeypatch, capfd):
     monkeypatch.setattr(process, "START_SECONDS", 3600)
+    monkeypatch.setattr(process, "MESSAGE_SECONDS", 2)
     path = write("""
         import os, struct, sys
         if solution_str == "half":
@@ -540,7 +541,7 @@ def test_half_a_message_holds_a_task_until_its_deadline_and_no_longer(pool, writ
     scorer = pool(path, timeout_s=0.5)
     group = submitted(scorer, row(7), [sample(scorer.tokenizer, 7, "half")])
     task = scorer.submitted[group[0]][1]
-    until(task.done, 60, "half a message still holds its task")
+    until(task.ready, 60, "half a message still holds its task")
     assert statuses(collected(scorer, [group])) == ["timeout"]
     assert "row 7: no score after 2 s; the worker was killed" in capfd.readouterr().err
     assert values(score(scorer, "a")) == [1.0]
@@ -548,6 +549,7 @@ def test_half_a_message_holds_a_task_until_its_deadline_and_no_longer(pool, writ
 
 def test_a_worker_that_takes_half_a_task_holds_it_until_its_deadline_and_no_longer(pool, write, monkeypatch, capfd):
     monkeypatch.setattr(process, "START_SECONDS", 3600)
+    monkeypatch.setattr(process, "MESSAGE_SECONDS", 2)
     path = write("""
         import os, signal, threading, time
         stop = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP))
@@ -561,7 +563,7 @@ def test_a_worker_that_takes_half_a_task_holds_it_until_its_deadline_and_no_long
     until(lambda: Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     group = submitted(scorer, row(7, long="x" * 4_000_000), [sample(scorer.tokenizer, 7, "a")])
     task = scorer.submitted[group[0]][1]
-    until(task.done, 60, "a worker that takes half a task still holds it")
+    until(task.ready, 60, "a worker that takes half a task still holds it")
     assert statuses(collected(scorer, [group])) == ["timeout"]
     assert "row 7: no score after 2 s; the worker was killed" in capfd.readouterr().err
     assert statuses(score(scorer, "b")) == ["ok"]

@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3161,
+    "core": 3140,
     "wall": 1619,
-    "import train_grpo": 4103,
-    "import sft": 2488,
-    "import eval": 1405,
+    "import train_grpo": 4082,
+    "import sft": 2483,
+    "import eval": 1384,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
