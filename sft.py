@@ -24,7 +24,7 @@ import torch
 
 from extras.demonstrations import answer_ends, load_demonstrations
 from rl.console import progress
-from rl.data.batching import collate, plan_updates
+from rl.data.batching import collate, plan_update
 from rl.data.flags import Files
 from rl.data.order import prompts_for_step
 from rl.data.types import Batch, Evaluation, take_rows
@@ -83,13 +83,13 @@ def main(args: Args) -> dict[str, float]:
     # What is exported stops where the data ends its answers.
     run.begin({"actor": (policy, optimizer)}, ends=answer_ends(train))
     # Divides rows into micro-batches of at most so many tokens; all ranks have equally many.
-    plan = partial(plan_updates, max_tokens=run.memory.max_token_len_per_gpu, ranks=ranks)
+    plan = partial(plan_update, max_tokens=run.memory.max_token_len_per_gpu, ranks=ranks)
 
     def evaluate() -> Evaluation:
         """The same loss on held-out rows, without gradients."""
         held_out = collate(val)
-        updates = plan(held_out.lengths.tolist(), mini_batch_size=len(val))
-        logp = fixed_logprobs(policy, held_out, updates)  # (B, T), 0 in rows of other ranks
+        update = plan(held_out.lengths.tolist())
+        logp = fixed_logprobs(policy, held_out, [update])  # (B, T), 0 in rows of other ranks
         total = ranks.all_reduce_sum(logp.sum().to(ranks.device)).item()
         return Evaluation({"val/loss": -total / count_learned(held_out)}, [])
 
@@ -101,7 +101,7 @@ def main(args: Args) -> dict[str, float]:
         # 1. Batch: a pure function of (seed, step). All ranks have all rows, and `update` says which rows are whose.
         samples = prompts_for_step(train, step, args.train_batch_size, args.seed)  # B
         batch = collate(samples)  # (B, T)
-        [update] = plan(batch.lengths.tolist(), mini_batch_size=len(samples))
+        update = plan(batch.lengths.tolist())
         run.may_stop_after("data")
 
         # 2. Update. The denominator counts the whole batch, so gradients of micro-batches and ranks add up.

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from extras.demonstrations import load_comparisons
 from extras.judges import fixed_scores, load_reward_model, sequence_scores
 from rl.console import progress
-from rl.data.batching import collate, plan_updates
+from rl.data.batching import collate, plan_update
 from rl.data.flags import Files
 from rl.data.order import prompts_for_step
 from rl.data.types import Evaluation, take_rows
@@ -83,12 +83,12 @@ def main(args: Args) -> dict[str, float]:
     )
     run.begin({"reward_model": (model, optimizer)})
     # Divides rows into micro-batches of at most so many tokens. Both rows of a pair are in the same one.
-    plan = partial(plan_updates, max_tokens=run.memory.max_token_len_per_gpu, ranks=ranks, rows_per_unit=2)
+    plan = partial(plan_update, max_tokens=run.memory.max_token_len_per_gpu, ranks=ranks, rows_per_unit=2)
 
     def evaluate() -> Evaluation:
         """The same loss on held-out pairs, without gradients, and how often the chosen response wins."""
         held_out = collate([side for pair in val for side in pair])  # (2B, T)
-        [update] = plan(held_out.lengths.tolist(), mini_batch_size=2 * len(val))
+        update = plan(held_out.lengths.tolist())
         own_scores = fixed_scores(model, held_out, update.micro_batches)  # 0 in others' rows
         chosen, rejected = ranks.all_reduce_sum(own_scores.to(ranks.device)).view(-1, 2).unbind(1)
         val_metrics = {
@@ -106,7 +106,7 @@ def main(args: Args) -> dict[str, float]:
         # 1. Batch: a pure function of (seed, step). All ranks have all rows, and `update` says which rows are whose.
         pairs = prompts_for_step(train, step, args.train_batch_size, args.seed)  # B
         batch = collate([side for pair in pairs for side in pair])  # (2B, T): chosen, rejected, chosen, ...
-        [update] = plan(batch.lengths.tolist(), mini_batch_size=2 * len(pairs))
+        update = plan(batch.lengths.tolist())
         run.may_stop_after("data")
 
         # 2. Update. The denominator counts the whole batch, so gradients of micro-batches and ranks add up.

@@ -33,7 +33,7 @@ from benchmarks.flops import train_flops  # noqa: E402
 from benchmarks.make_model import Random, config_of  # noqa: E402
 from extras.families import delta_rule, recurrent, ways  # noqa: E402
 from extras.lora import LoRA  # noqa: E402
-from rl.data.batching import collate, plan_micro_batches  # noqa: E402
+from rl.data.batching import collate, plan_update  # noqa: E402
 from rl.data.types import Batch, Sample, take_rows  # noqa: E402
 from rl.model import load as models  # noqa: E402
 from rl.model import sharding  # noqa: E402
@@ -270,7 +270,7 @@ def speed(args: Speed) -> list[dict[str, Any]]:
     spread = torch.linspace(args.shortest, args.longest, args.rows).long() - 1
     order = torch.randperm(args.rows, generator=torch.Generator().manual_seed(0))
     batch = random_batch(spread[order].tolist(), config.vocab_size)
-    plan = plan_micro_batches(batch.lengths.tolist(), range(args.rows), world_size=1, max_tokens=args.max_tokens)[0]
+    plan = plan_update(batch.lengths.tolist(), max_tokens=args.max_tokens).micro_batches
     plan = plan[: args.micros]
 
     def update() -> None:

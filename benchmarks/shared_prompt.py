@@ -24,7 +24,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.step_time import model_folder, now  # noqa: E402
-from rl.data.batching import collate, plan_micro_batches, shared_prefix  # noqa: E402
+from rl.data.batching import collate, plan_update, shared_prefix  # noqa: E402
 from rl.data.types import Batch, Sample, take_rows  # noqa: E402
 from rl.model import logprobs  # noqa: E402
 from rl.model.attention import choose_attention  # noqa: E402
@@ -118,8 +118,7 @@ def measure(model: nn.Module, batch: Batch, args: Args, ranks: Ranks, *, share: 
     """Tokens a second, share of them computed, and micro-batches of one update."""
     lengths = batch.lengths.tolist()
     shared = shared_prefix(batch).tolist() if share else None
-    rows = range(len(lengths))
-    [micros] = plan_micro_batches(lengths, rows, world_size=1, max_tokens=args.max_tokens, shared=shared)
+    micros = plan_update(lengths, max_tokens=args.max_tokens, shared=shared).micro_batches
     computed = sum(lengths[i] - (shared[i] if share and i - 1 in micro else 0) for micro in micros for i in micro)
     with nullcontext() if share else unshared():
         for micro in (micros[0], micros[-1]):

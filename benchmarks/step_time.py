@@ -266,17 +266,23 @@ def record_updates() -> list[dict[str, float]]:
     the share of --ppo-max-token-len-per-gpu that this rank's micro-batches use on average, where a shared prompt counts
     once.
     """
-    plan, notes = batching.plan_updates, []
+    make, plan, notes, fills = batching.make_batch, batching.plan_update, [], []
 
-    def planned(lengths: list[int], **settings: Any) -> Any:
-        updates = plan(lengths, **settings)
-        micros = [rows for update in updates for rows in update.micro_batches]
-        tokens = sum(lengths[i] - (settings["shared"][i] if i - 1 in rows else 0) for rows in micros for i in rows)
-        fill = tokens / (len(micros) * settings["max_tokens"])
-        notes.append({"sum_squares": float(sum(n * n for n in lengths)), "micro_batch_fill": fill})
-        return updates
+    def planned(lengths: list[int], rows: list[int], **settings: Any) -> Any:
+        update = plan(lengths, rows, **settings)
+        for micro in update.micro_batches:
+            tokens = sum(lengths[i] - (settings["shared"][i] if k else 0) for k, i in enumerate(micro))
+            fills.append(tokens / settings["max_tokens"])
+        return update
 
-    batching.plan_updates = planned
+    def made(responses: list[Any], *args: Any, **settings: Any) -> Any:
+        fills.clear()
+        result = make(responses, *args, **settings)
+        squares = sum(r.num_tokens**2 for r in responses)
+        notes.append({"sum_squares": float(squares), "micro_batch_fill": statistics.mean(fills)})
+        return result
+
+    batching.plan_update, train_grpo.make_batch = planned, made
     return notes
 
 

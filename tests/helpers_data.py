@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl.data.batching import Update
+from rl.data.batching import Update, plan_update
 from rl.data.types import Sample, Score
 from rl.ranks import Ranks
 
@@ -15,6 +15,14 @@ from rl.ranks import Ranks
 def ranks_without_group(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> Ranks:
     """One of so many ranks, for functions that only ask which one they run on."""
     return Ranks(rank, size, torch.device("cpu"), dtype, rank, size, None, None)
+
+
+def plan_micro_batches(
+    lengths: Sequence[int], rows: Sequence[int] | None = None, *, world_size: int, **options: Any
+) -> list[list[list[int]]]:
+    """The micro-batches that `plan_update` gives each of so many ranks."""
+    every = [ranks_without_group(rank, world_size) for rank in range(world_size)]
+    return [plan_update(lengths, rows, ranks=ranks, **options).micro_batches for ranks in every]
 
 
 def update(*micro_batches: Sequence[int]) -> Update:

@@ -14,7 +14,7 @@ from extras.judges.scalar_models import ScalarModel, fixed_scores
 from extras.offload import offload, onload
 from rl import stop
 from rl.console import say
-from rl.data.batching import collate, plan_micro_batches
+from rl.data.batching import collate, plan_update
 from rl.data.rows import Row
 from rl.data.template import Rendering, rendering_of, variables
 from rl.data.types import Sample, Score
@@ -137,8 +137,7 @@ class RewardModel:
             what = f"{overlong} of {len(ids)} conversations have more than {most} tokens for the reward model"
             say(f"rank {ranks.rank}: {what}; their beginning was cut off", sys.stderr)
         ids = [x[-most:] for x in ids]
-        lengths = [len(x) for x in ids]
-        [micros] = plan_micro_batches(lengths, range(len(ids)), world_size=1, max_tokens=self.max_tokens)
+        micros = plan_update([len(x) for x in ids], max_tokens=self.max_tokens).micro_batches
         passes = max(ranks.all_gather([len(micros)]))  # collectives: ranks with less to score run empty ones
         batch = collate([Sample(x, [], [], [], "stop", i) for i, x in enumerate(ids or [[0, 0]])], pad_id=0)
         return fixed_scores(self.model, batch, micros + [[]] * (passes - len(micros)))[: len(ids)].tolist()

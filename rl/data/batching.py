@@ -6,6 +6,7 @@ import math
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -74,16 +75,17 @@ def shared_prefix(batch: Batch) -> torch.Tensor:
     return F.pad(position.where(~same, T).amin(1), (1, 0))
 
 
-def plan_micro_batches(
+def plan_update(
     lengths: Sequence[int],
-    rows: Sequence[int],
+    rows: Sequence[int] | None = None,
     *,
-    world_size: int,
     max_tokens: int,
+    ranks: Ranks | None = None,
     shared: Sequence[int] = (),
+    learned: Sequence[int] = (),
     rows_per_unit: int = 1,
-) -> list[list[list[int]]]:
-    """Split the rows of one optimizer step over ranks and micro-batches: plan[rank][micro] is a list of rows.
+) -> Update:
+    """Divide the rows of one optimizer step among the ranks, and those of each rank into micro-batches.
 
     The rows are cut, in their order, into micro-batches of at most `max_tokens`; a longer unit gets one of its own.
     Every rank gets the same number of micro-batches, as few as possible, and the largest is as small as possible. Ranks
@@ -91,73 +93,60 @@ def plan_micro_batches(
     for all ranks, some ranks get empty lists at the end. This is a pure function of its arguments, so all ranks agree
     on the plan without talking.
 
-    Args: shared, the `shared_prefix` of every row, tokens that cost nothing in the micro-batch of the row above it;
-    rows_per_unit, how many rows, such as 2 of a pair, are never separated.
+    Args:
+        lengths: tokens of every row that there is.
+        rows: those of this optimizer step; by default all.
+        ranks: who shares the rows; by default this rank alone has them.
+        shared: for every row how many tokens at its start the one before it among `rows` has too. They cost nothing in
+            the micro-batch of that one. By default there are none.
+        learned: tokens of every row that the loss counts, for `num_tokens` and `num_seqs`; by default all.
+        rows_per_unit: how many rows, such as 2 of a pair, are never separated.
 
-    Example: lengths [5, 4, 3, 2], rows [0, 1, 2, 3], max_tokens 5, world_size 1 -> [[[0], [2, 3], [1]]]; world_size 2
-    -> [[[0], [2]], [[1], [3]]]; world_size 1, max_tokens 7, shared [0, 3, 2, 1] -> [[[0, 1], [2, 3]]].
+    Raises ValueError if the rows are no whole units.
+
+    Example of lengths [5, 4, 3, 2]: with max_tokens 5 the micro-batches are [[0], [2, 3], [1]], and those of two ranks
+    [[0], [2]] and [[1], [3]]; with max_tokens 7 and shared [0, 3, 2, 1] they are [[0, 1], [2, 3]].
     """
-    shared, rows, n = shared or [0] * len(lengths), sorted(rows), rows_per_unit
+    rank, size = (ranks.data_rank, ranks.data_size) if ranks else (0, 1)
+    rows, n = sorted(range(len(lengths)) if rows is None else rows), rows_per_unit
+    shared, learned = shared or [0] * len(lengths), learned or lengths
+    if len(rows) % n:
+        raise ValueError(f"{len(rows)} rows are no multiple of {n}, which belong together")
     units = [rows[start : start + n] for start in range(0, len(rows), n)]
-    sizes = [sum(lengths[i] for i in unit) - sum(shared[i] for i in unit[1:]) for unit in units]
 
     def cut(limit: int) -> tuple[list[list[int]], list[int]]:
         """Micro-batches of at most `limit` tokens, each unit in the last one if that has room, and their tokens."""
         micros, tokens = [], []
-        for unit, size in zip(units, sizes, strict=True):
-            more = size - (shared[unit[0]] if micros and micros[-1][-1] == unit[0] - 1 else 0)
+        for unit in units:
+            more = sum(lengths[i] - shared[i] for i in unit)  # than the units before it
             if micros and tokens[-1] + more <= limit:
                 micros[-1] += unit
                 tokens[-1] += more
             else:
                 micros.append([*unit])
-                tokens.append(size)
+                tokens.append(more + shared[unit[0]])
         return micros, tokens
 
-    count = math.ceil(len(cut(max_tokens)[0]) / world_size)  # micro-batches of a rank
+    count = math.ceil(len(cut(max_tokens)[0]) / size)  # micro-batches of a rank
     # The smallest limit that makes no more, so that they are of about equal size: a larger one never makes more.
-    limit = bisect.bisect_left(range(max_tokens), True, key=lambda limit: len(cut(limit)[0]) <= count * world_size)
+    limit = bisect.bisect_left(range(max_tokens), True, key=lambda limit: len(cut(limit)[0]) <= count * size)
     micros, tokens = cut(limit)
     largest_first = [micros[k] for k in sorted(range(len(micros)), key=lambda k: -tokens[k])]
-    plan = [largest_first[rank::world_size] for rank in range(world_size)]
-    return [own + [[] for _ in range(count - len(own))] for own in plan]
+    own = largest_first[rank::size]
+    own += [[] for _ in range(count - len(own))]  # each an object of its own, since scripts look for the last one
+    rows_of_rank = [sorted(itertools.chain(*largest_first[x::size])) for x in range(size)]
+    num_tokens, num_seqs = sum(learned[i] for i in rows), sum(learned[i] > 0 for i in rows)
+    return Update(rows, own, float(num_tokens), float(num_seqs), rows_of_rank)
 
 
-def plan_updates(
-    lengths: Sequence[int],
-    *,
-    mini_batch_size: int,
-    max_tokens: int,
-    ranks: Ranks,
-    shared: Sequence[int] = (),
-    learned: Sequence[int] = (),
-    rows_per_unit: int = 1,
-    names: Sequence[int] = (),
-) -> list[Update]:
-    """Cut a step's rows into optimizer steps, and those into this rank's micro-batches; see `plan_micro_batches`.
-
-    Args:
-        lengths: tokens of every row of the step, on all ranks.
-        mini_batch_size: rows of an optimizer step; the last one may have fewer.
-        max_tokens, shared, rows_per_unit: as for `plan_micro_batches`.
-        learned: tokens of every row that the loss counts, for `num_tokens` and `num_seqs`; by default all.
-        names: what the updates call the rows, ascending within a mini-batch; by default 0, 1, ...
-
-    Raises ValueError if a mini-batch would cut a unit apart.
+def mini_batches(num_rows: int, size: int, shuffle_seed: int | None = None) -> list[list[int]]:
+    """The rows of each optimizer step, ascending. The last one may have fewer than `size`. They are neighbors, or with
+    a seed they are drawn at random from those that are left.
     """
-    names, learned, n, updates = names or range(len(lengths)), learned or lengths, rows_per_unit, []
-    if mini_batch_size % n or len(lengths) % n:
-        raise ValueError(f"{mini_batch_size} of {len(lengths)} rows are no multiple of {n}, which belong together")
-    limits = dict(world_size=ranks.data_size, max_tokens=max_tokens, shared=shared, rows_per_unit=n)
-    for start in range(0, len(lengths), mini_batch_size):
-        mini = range(start, min(start + mini_batch_size, len(lengths)))
-        plan = plan_micro_batches(lengths, mini, **limits)
-        plan = [[[names[i] for i in micro] for micro in micros] for micros in plan]
-        rows_of_rank = [sorted(i for micro in micros for i in micro) for micros in plan]
-        num_tokens, num_seqs = sum(learned[i] for i in mini), sum(learned[i] > 0 for i in mini)
-        rows = names[mini.start : mini.stop]
-        updates.append(Update(rows, plan[ranks.data_rank], float(num_tokens), float(num_seqs), rows_of_rank))
-    return updates
+    order = list(range(num_rows))
+    if shuffle_seed is not None:
+        np.random.default_rng(shuffle_seed).shuffle(order)
+    return [sorted(order[start : start + size]) for start in range(0, num_rows, size)]
 
 
 def make_batch(
@@ -175,10 +164,11 @@ def make_batch(
 
     Args:
         responses: of the step, the same list on all ranks (see `gather_responses`). Without `shuffle_seed` their order
-            is that of the updates; neighbours that share a prompt cost less.
+            is that of the updates; neighbors that share a prompt cost less.
         trainable: (B,) bool, whether a response is learned from; by default every response that has a score. One that
             is not keeps its place, and its mask is zero.
-        mini_batch_size, max_tokens, rows_per_unit: as for `plan_updates`.
+        mini_batch_size: rows of an optimizer step; the last one may have fewer.
+        max_tokens, rows_per_unit: as for `plan_update`.
         shuffle_seed: with this seed responses are drawn for each mini-batch at random from those that are left; only
             for one row a unit.
         version: the number of the newest weights, from which the ages of tokens follow; None if nobody asks.
@@ -188,24 +178,19 @@ def make_batch(
     """
     if trainable is None:
         trainable = torch.tensor([r.score.value is not None for r in responses], dtype=torch.bool)
-    order = list(range(len(responses)))
-    if shuffle_seed is not None:
-        assert rows_per_unit == 1, "a shuffle would tear units apart"
-        np.random.default_rng(shuffle_seed).shuffle(order)
-        minis = [order[i : i + mini_batch_size] for i in range(0, len(order), mini_batch_size)]
-        order = [i for mini in minis for i in sorted(mini)]  # so that those who share a prompt are neighbours
-    in_order = [responses[i] for i in order]
-    lengths, shared = [r.num_tokens for r in in_order], _shared(in_order, ranks)
-    learned = [r.num_sampled * int(x) for r, x in zip(in_order, trainable[order].tolist(), strict=True)]
-    limits = dict(mini_batch_size=mini_batch_size, max_tokens=max_tokens, rows_per_unit=rows_per_unit)
-    updates = plan_updates(lengths, ranks=ranks, shared=shared, learned=learned, names=order, **limits)
+    assert shuffle_seed is None or rows_per_unit == 1, "a shuffle would tear units apart"
+    minis = mini_batches(len(responses), mini_batch_size, shuffle_seed)
+    lengths, shared = [r.num_tokens for r in responses], _shared(responses, minis, ranks)
+    learned = [r.num_sampled * int(x) for r, x in zip(responses, trainable.tolist(), strict=True)]
+    plan = partial(plan_update, lengths, max_tokens=max_tokens, ranks=ranks, shared=shared, learned=learned)
+    updates = [plan(rows, rows_per_unit=rows_per_unit) for rows in minis]
     rows_of_rank = [sorted(i for u in updates for i in u.rows_of_rank[rank]) for rank in range(ranks.data_size)]
     samples = _deliver(responses, rows_of_rank, ranks)
     batch = collate(samples, rows=rows_of_rank[ranks.data_rank], width=max(lengths, default=1))
     batch = replace(batch, response_mask=batch.response_mask * trainable[batch.rows].view(-1, 1))
     totals = torch.zeros(len(responses))  # for each row the tokens of its update
-    for update in updates:
-        totals[update.rows] = float(sum(responses[i].num_tokens for i in update.rows))
+    for rows in minis:
+        totals[rows] = float(sum(lengths[i] for i in rows))
     columns = dict(batch.columns)
     versions = columns.pop("versions", torch.full_like(batch.input_ids, torch.iinfo(torch.int32).max))
     if version is not None:  # tokens of unknown versions count as those that were not sampled
@@ -213,16 +198,15 @@ def make_batch(
     return replace(batch, share=batch.lengths / totals[batch.rows], columns=columns), updates
 
 
-def _shared(responses: Sequence[Sample], ranks: Ranks) -> list[int]:
-    """Tokens at the start of each response that the one above it has too: at least those of their prompts. None count
-    if a model of this run computes them for each.
+def _shared(responses: Sequence[Sample], minis: Sequence[Sequence[int]], ranks: Ranks) -> list[int]:
+    """For each response the tokens at its start that the one before it in its mini-batch has too: at least those of
+    their prompts. None count if a model of this run computes them for each.
     """
-    if ranks.not_sharing:
-        return [0] * len(responses)
-    shared = [0]
-    for above, here in itertools.pairwise(responses):
+    shared = [0] * len(responses)
+    for i, j in (pair for rows in minis for pair in itertools.pairwise(rows) if not ranks.not_sharing):
+        above, here = responses[i], responses[j]
         follows = (above.rank, above.number + 1, above.row_index) == (here.rank, here.number, here.row_index)
-        shared.append(here.shared if follows else common_prefix(above.prompt_ids, here.prompt_ids))
+        shared[j] = here.shared if follows else common_prefix(above.prompt_ids, here.prompt_ids)
     return shared
 
 

@@ -6,11 +6,11 @@ from contextlib import nullcontext
 import launch
 import pytest
 import torch
+from helpers_data import plan_micro_batches
 from helpers_engines import the_only_shared_engine
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from workers.objectives import CASES, largest_error, make_batch, plain_gradients, plain_logprobs, plain_model
 
-from rl.data.batching import plan_micro_batches
 from rl.sampling.engines.vllm import TAKE_EVERY
 
 WORKERS = launch.TESTS / "model" / "workers"

@@ -18,7 +18,7 @@ from extras.engines import hf
 from extras.families import experts
 from extras.families.ways import family, use_way
 from extras.lora import experts as lora_experts
-from rl.data.batching import collate, plan_updates
+from rl.data.batching import collate, plan_update
 from rl.data.types import Sample, Sampling, take_rows
 from rl.flags import build
 from rl.model.load import weights_for_engine
@@ -184,7 +184,7 @@ def test_the_auxiliary_loss_by_a_loop(name, way, folder_of, world):
     rows = collate([Sample(x[:2], x[2:], [1] * (len(x) - 2), [0.0] * (len(x) - 2), "stop", 0) for x in ids])
     routed = random_experts(rows)
     rows = replace(rows, columns={"routed_experts": routed}) if way == "replayed" else rows
-    [update] = plan_updates([9, 5, 12], mini_batch_size=3, max_tokens=14, ranks=world)
+    update = plan_update([9, 5, 12], max_tokens=14, ranks=world)
     assert sorted(update.micro_batches) == [[0, 1], [2]]
     assert [round(26 * take_rows(rows, x).share.sum().item(), 4) for x in ([0, 1], [2])] == [14, 12]
     model.zero_grad()

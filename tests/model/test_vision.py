@@ -29,7 +29,7 @@ from extras.families.vision import Vision
 from extras.judges.second_model import check_same_tokens
 from extras.lora import LoRA
 from extras.lora import adapters as lora
-from rl.data.batching import collate, plan_updates
+from rl.data.batching import collate, plan_update
 from rl.data.rows import read_rows
 from rl.data.template import load_tokenizer
 from rl.data.types import Sampling, take_rows
@@ -208,7 +208,7 @@ def test_layers_of_the_text_may_run_compiled_and_those_of_the_tower_not(folder_o
 def test_a_reference_without_its_adapters_sees_images_too(world, folder_of, rows):
     samples = responses(vision.encoded(folder_of["qwen3_vl"], rows))
     batch = collate(samples)
-    [update] = plan_updates([s.num_tokens for s in samples], mini_batch_size=8, max_tokens=200, ranks=world)
+    update = plan_update([s.num_tokens for s in samples], max_tokens=200, ranks=world)
     kept = dict(ranks=world, memory=Memory(compile=False), longest=128)
     policy = families.make_them_count(models.load_model(folder_of["qwen3_vl"], learning=LoRA(lora_rank=4), **kept))
     reference = models.load_reference(folder_of["qwen3_vl"], world, policy)

@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 from extras.offload import NO_OFFLOAD
 from extras.plan import rehearsal
 from extras.plan.rehearsal import largest_micro_batch
-from rl.data.batching import plan_micro_batches, shared_prefix
+from rl.data.batching import plan_update, shared_prefix
 from rl.data.types import take_rows
 from rl.model.load import load_model
 from rl.model.logprobs import token_logprobs
@@ -37,8 +37,8 @@ def test_largest_micro_batch_fills_the_budget(max_tokens, max_length, lengths):
     assert all(mask[1:length].all() for mask, length in zip(batch.response_mask, lengths, strict=True))
     shared = shared_prefix(batch).tolist()
     assert shared == [0] * len(lengths)
-    plan = plan_micro_batches(lengths, range(len(lengths)), world_size=1, max_tokens=max_tokens, shared=shared)
-    assert plan == [[list(range(len(lengths)))]]
+    update = plan_update(lengths, max_tokens=max_tokens, shared=shared)
+    assert update.micro_batches == [list(range(len(lengths)))]
     assert torch.equal(batch.input_ids, largest_micro_batch(max_tokens, max_length, 1000).input_ids)
 
 

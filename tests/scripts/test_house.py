@@ -26,10 +26,10 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3140,
+    "core": 3123,
     "wall": 1619,
-    "import train_grpo": 4082,
-    "import sft": 2483,
+    "import train_grpo": 4065,
+    "import sft": 2466,
     "import eval": 1384,
     "eval.py": 107,
     "sft.py": 93,

@@ -11,13 +11,13 @@ from unittest import mock
 
 import helpers_scripts as h
 import torch
+from helpers_data import plan_micro_batches
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import train_reward
 from extras.judges import RewardModelFlags, reward_model, scalar_models
 from extras.offload import offload, onload
-from rl.data.batching import plan_micro_batches
 from rl.data.types import Batch, take_rows
 from rl.model.load import load_pretrained
 from rl.model.sharding import BARE, shard

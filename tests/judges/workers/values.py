@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
-import helpers_data
 import helpers_scripts as h
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from extras import judges
 from extras.judges import critic
 from extras.lora import LoRA
 from extras.offload import host
-from rl.data.batching import plan_micro_batches
+from rl.data.batching import plan_update
 from rl.data.types import Batch, take_rows
 from rl.model import load as models
 from rl.model import sharding
@@ -50,12 +49,12 @@ def objective(batch: Batch, values: torch.Tensor) -> torch.Tensor:
 def backward(model: nn.Module, batch: Batch, rows: Iterable[int], *, max_tokens: int, ranks: Ranks) -> float:
     """This rank's micro-batches of one step; returns its share of the objective."""
     total = 0.0
-    plans = plan_micro_batches(batch.lengths.tolist(), list(rows), world_size=ranks.data_size, max_tokens=max_tokens)
-    for micro_rows in plans[ranks.data_rank]:
+    micro_batches = plan_update(batch.lengths.tolist(), list(rows), ranks=ranks, max_tokens=max_tokens).micro_batches
+    for micro_rows in micro_batches:
         micro = take_rows(batch, micro_rows, ranks.device)
         loss = objective(micro, critic.token_values(model, micro))
         if isinstance(model, FSDPModule):
-            sharding.backward(model, loss, is_last=micro_rows is plans[ranks.data_rank][-1])
+            sharding.backward(model, loss, is_last=micro_rows is micro_batches[-1])
         else:
             loss.backward()
         total += loss.item()
@@ -106,8 +105,8 @@ def measure(path: str, batch: Batch, ranks: Ranks) -> dict:
     for name, rows in (("all", ALL), ("one", ONE)):
         loss = torch.tensor(backward(model, batch, rows, max_tokens=40, ranks=ranks), dtype=torch.float64)
         found[name] = ranks.all_reduce_sum(loss).item(), gradients(model)
-    plans = plan_micro_batches(batch.lengths.tolist(), ONE, world_size=ranks.data_size, max_tokens=40)
-    values = critic.fixed_values(model, batch, [helpers_data.update(*plans[ranks.data_rank])])
+    update = plan_update(batch.lengths.tolist(), ONE, ranks=ranks, max_tokens=40)
+    values = critic.fixed_values(model, batch, [update])
     found["values"] = ranks.all_reduce_sum(values.to(ranks.device)).cpu()
     found["trained"] = [
         train(load_in_double(path, ranks), batch, ranks, offloaded=offloaded) for offloaded in (False, True)

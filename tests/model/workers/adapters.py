@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from helpers_data import update
 from helpers_families import gradients, load_with_adapters, make_them_count
 from objectives import TEMPERATURE, packed_backward
 
 from extras.lora import adapters as lora
-from rl.data.batching import plan_micro_batches
+from rl.data.batching import plan_update
 from rl.data.types import Sampling
 from rl.model import load as models
 from rl.model.logprobs import fixed_logprobs
@@ -36,11 +35,7 @@ def main(path: str, batch_file: str, out: str) -> None:
             packed_backward(model, batch, range(rows), CASE, **work)
             found[rows] = gradients(model)
         found["merged"] = {name: x.clone() for name, x in models.weights_for_engine(model, own)}
-        plan = [
-            update(
-                *plan_micro_batches(batch.lengths.tolist(), range(8), world_size=ranks.size, max_tokens=60)[ranks.rank]
-            )
-        ]
+        plan = [plan_update(batch.lengths.tolist(), range(8), ranks=ranks, max_tokens=60)]
         for name, which in (("policy", model), ("base", lora.Base(model))):
             found[name] = ranks.all_reduce_sum(
                 fixed_logprobs(which, batch, plan, sampling=Sampling(temperature=TEMPERATURE))

@@ -10,10 +10,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from gradients import ALL, CASE, load, take_gradients
+from helpers_data import plan_micro_batches
 from objectives import packed_backward
 from torch.distributed.fsdp import FSDPModule
 
-from rl.data.batching import plan_micro_batches
 from rl.ranks import init_ranks, shutdown_ranks
 
 

@@ -14,7 +14,7 @@ from helpers_data import update
 from objectives import CASES, TEMPERATURE, packed_backward
 from transformers import AutoModelForCausalLM
 
-from rl.data.batching import Update, plan_micro_batches
+from rl.data.batching import Update, plan_update
 from rl.data.types import Batch, Sample, Sampling
 from rl.model.load import load_pretrained
 from rl.model.logprobs import fixed_logprobs
@@ -143,7 +143,7 @@ def main(path: str, batch_file: str, out: str) -> None:
         results[f"norm_{max_norm}"] = clip_grad_norm(model, max_norm)
         results[f"clipped_{max_norm}"] = take_gradients(model)
 
-    plan = plan_micro_batches(batch.lengths.tolist(), ALL, world_size=ranks.size, max_tokens=40)[ranks.rank]
+    plan = plan_update(batch.lengths.tolist(), ALL, ranks=ranks, max_tokens=40).micro_batches
     updates = [update(*plan)]
     zeros = torch.zeros(batch.input_ids.shape, dtype=torch.float64)
     logp = fixed_logprobs(

@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import get_args
 
 import torch
+from helpers_data import plan_micro_batches
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 import train_grpo_variants
 from extras.correction import Correction
-from rl.data.batching import collate, plan_micro_batches
+from rl.data.batching import collate
 from rl.data.types import Batch, Sample, Sampling, take_rows
 from rl.formulas import losses
 from rl.model import sharding

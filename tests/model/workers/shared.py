@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rl.data.batching import collate, plan_updates, shared_prefix
+from rl.data.batching import collate, plan_update, shared_prefix
 from rl.data.types import Batch, Sample, Sampling, take_rows
 from rl.model.load import load_pretrained
 from rl.model.logprobs import token_logprobs
@@ -78,10 +78,9 @@ def main(path: str, batch_file: str, out: str) -> None:
     ranks = init_ranks()
     batch = torch.load(batch_file, weights_only=False)
     model = shard(load_pretrained(path, ranks, dtype=torch.float64), ranks, Memory(compile=False))
-    [update] = plan_updates(
+    update = plan_update(
         batch.lengths.tolist(),
         shared=shared_prefix(batch).tolist(),
-        mini_batch_size=len(batch.lengths),
         max_tokens=32,
         ranks=ranks,
     )
