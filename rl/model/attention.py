@@ -1,10 +1,11 @@
 """Attention over packed sequences, plugged into unmodified Hugging Face models.
 
 The model runs over one row of N tokens; `Packing` says which of them every sequence consists of. Hugging Face passes it
-through to the attention function. Two implementations, each causal within a sequence and blind across sequences:
+through to the attention function. Three implementations, each causal within a sequence and blind across sequences:
 
     packed_sdpa    any device: pads inside the attention only, then scaled_dot_product_attention
     packed_varlen  CUDA: torch.nn.attention.varlen, no padding at all
+    packed_fa2     CUDA: the same by flash-attn, where it is installed
 
 Sliding windows are those of the layer. A model with another attention, such as one with capped scores or sinks, is
 refused here, and then runs padded (`self_test.choose_forward`).
@@ -21,6 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedConfig
+from transformers.utils import is_flash_attn_2_available
+
+if is_flash_attn_2_available():
+    from flash_attn import flash_attn_varlen_func
 
 # torch 2.13 wants to be told that several query heads share a key head; 2.11 just works.
 GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
@@ -55,12 +60,24 @@ def packed_sdpa(module, query, key, value, attention_mask, *, packing, scaling=N
 
 def packed_varlen(module, query, key, value, attention_mask, *, packing, scaling=None, sliding_window=None, **rest):
     """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D)."""
+    inputs, window = _for_kernel(query, key, value, packing, sliding_window, rest)
+    out = varlen_attn(*inputs, window_size=window, scale=scaling, **GROUPED_HEADS)
+    return out[None], None  # pyrefly: ignore[bad-index]  # a pair only with return_aux
+
+
+def packed_fa2(module, query, key, value, attention_mask, *, packing, scaling=None, sliding_window=None, **rest):
+    """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D)."""
+    inputs, window = _for_kernel(query, key, value, packing, sliding_window, rest)
+    return flash_attn_varlen_func(*inputs, causal=True, window_size=window, softmax_scale=scaling)[None], None
+
+
+def _for_kernel(query, key, value, packing, sliding_window, rest) -> tuple[tuple, tuple[int, int]]:
+    """The positional arguments of a varlen kernel, and its window. Raises ValueError as `_refuse_options`."""
     _refuse_options(rest)
     q, k, v = query[0].transpose(0, 1), _expand(key, packing), _expand(value, packing)  # (N or N', heads, D)
     lengths = (packing.borders, packing.key_borders, len(packing.offset), len(packing.offset))
     window = (-1 if sliding_window is None else sliding_window - 1, 0)  # keys before and after the query's; -1: all
-    out = varlen_attn(q, k, v, *lengths, window_size=window, scale=scaling, **GROUPED_HEADS)
-    return out[None], None  # pyrefly: ignore[bad-index]  # a pair only with return_aux
+    return (q, k, v, *lengths), window
 
 
 def _expand(x: Tensor, packing: Packing) -> Tensor:
@@ -77,10 +94,11 @@ def _refuse_options(options: dict) -> None:
 
 def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
     """The attention implementation for packed sequences on this device: a name transformers accepts."""
-    for implementation in (packed_sdpa, packed_varlen):
+    for implementation in (packed_sdpa, packed_varlen, packed_fa2):
         AttentionInterface.register(implementation.__name__, implementation)
-    has_kernel = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    return "packed_varlen" if has_kernel else "packed_sdpa"
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return "packed_sdpa"
+    return "packed_fa2" if is_flash_attn_2_available() else "packed_varlen"
 
 
 def use_attention(model: nn.Module, name: str) -> None:

@@ -38,7 +38,7 @@ torch._dynamo.config.recompile_limit = 64
 # models with such an operation of its own adds that.
 KEPT_OPERATIONS = {
     *("aten.mm", "aten.addmm", "aten._grouped_mm", "transformers.grouped_mm"),
-    *("aten._scaled_dot_product", "torch_attn."),
+    *("aten._scaled_dot_product", "torch_attn.", "flash_attn."),
 }
 CODE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # environment: where torch keeps what it has compiled
 

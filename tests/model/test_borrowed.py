@@ -192,6 +192,7 @@ BORROWED = [
         "are replaced, so that recurrent layers know the borders of packed sequences",
     ),
     Borrowed("transformers.utils.get_json_schema", "extras/agents/tools.py", "reads a tool's schema"),
+    Borrowed("transformers.utils.is_flash_attn_2_available", "model/attention.py", "says if flash-attn is installed"),
     Borrowed("transformers.utils.cached_file", "extras/images/__init__.py", "finds the files of a model of the Hub"),
     Borrowed("transformers.utils.cached_file", "extras/families/text_part.py", "finds the files of a model of the Hub"),
     Borrowed("transformers.utils.SAFE_WEIGHTS_NAME", "extras/families/text_part.py", "names the file of weights"),
