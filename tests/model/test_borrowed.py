@@ -105,7 +105,7 @@ BORROWED = [
     Borrowed(
         "vllm.v1.core.sched.scheduler.Scheduler:schedule update_from_output requests running kv_cache_config "
         "scheduler_config max_num_scheduled_tokens max_num_running_reqs prev_step_scheduled_req_ids",
-        "sampling/engines/vllm.py",
+        "sampling/engines/vllm_scheduler.py",
         "are what the shortcuts around the scheduler replace, read and write",
     ),
     Borrowed(
