@@ -38,7 +38,7 @@ from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive
 from rl.formulas import advantages, losses, schedule
 from rl.model.load import load_model, load_reference
-from rl.model.logprobs import fixed_entropies, fixed_logprobs, token_logprobs
+from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
@@ -225,9 +225,8 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, advantages=at_turns(own_advantages, batch.response_mask))  # (b, T)
         # --top-entropy-quantile sets the advantages of tokens with less entropy to 0. clip_cov leaves out, and kl_cov
         # holds back, tokens with a large covariance of log-prob and advantage. Without such flags nothing happens.
-        entropies = partial(fixed_entropies, policy, sampling=sampling)
-        by_step = dict(seed=derive_seed(args.seed, step), ranks=ranks)
-        batch = choose_tokens(args.selection, args.loss_mode, batch, updates, entropies, **by_step)
+        by_step = dict(sampling=sampling, seed=derive_seed(args.seed, step), ranks=ranks)
+        batch = choose_tokens(args.selection, args.loss_mode, policy, batch, updates, **by_step)
         run.may_stop_after("adv")
 
         # 5. Update: a mini-batch is one optimizer step; its micro-batches only save memory.

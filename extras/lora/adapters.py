@@ -243,17 +243,18 @@ class Base:
 
     def __init__(self, model: nn.Module):
         families = tuple(x.as_reference() for x in model.packed.families)
-        self.model, self.packed = model, replace(model.packed, forward=self._forward, families=families)
+        self.model, self.packed = model, replace(model.packed, families=families)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)  # such as its parameters and its vision tower
 
-    def _forward(self, *args: Any) -> Any:
+    def packed_forward(self, *args: Any) -> Any:
+        """That of the model, while its adapters are switched off."""
         layers = [x for x in self.model.modules() if isinstance(x, ADAPTED)]
         for layer in layers:
             layer.is_on = False
         try:
-            return self.model.packed.forward(*args)
+            return self.model.packed_forward(*args)
         finally:
             for layer in layers:
                 layer.is_on = True

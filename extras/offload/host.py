@@ -18,6 +18,7 @@ class HostMemory:
 
     def take(self, model: nn.Module, device: torch.device) -> None:
         """Pin the weights of a sharded model: FSDP2 would pin twice as much as a weight takes."""
+        model.stays_on_host = True
         for x in model.parameters():
             x._local_tensor = _pinned(x._local_tensor, device).copy_(x._local_tensor)
 
@@ -30,7 +31,7 @@ def offload(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 
 def onload(model: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Undo `offload`, bit by bit. Neither does anything to a model whose home is the host."""
-    if model.packed.on_host:
+    if getattr(model, "stays_on_host", False):
         return
     model.to(device)
     for state in optimizer.state.values() if optimizer else ():

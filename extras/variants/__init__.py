@@ -6,8 +6,9 @@ The score of a response has parts with names, the components: those that a rewar
 scores of several functions, and those of judges.
 """
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +32,11 @@ class TokenSelection:
 def choose_tokens(
     flags: TokenSelection,
     loss_mode: str,
+    policy: Any,
     batch: Any,
     updates: Sequence[Any],
-    entropies: Callable,
     *,
+    sampling: Any,
     seed: int,
     ranks: Any,
 ) -> Any:
@@ -43,6 +45,7 @@ def choose_tokens(
     """
     from extras.variants import token_selection
 
+    entropies = functools.partial(token_selection.fixed_entropies, policy, sampling=sampling)
     return token_selection.choose(flags, loss_mode, batch, updates, entropies, seed=seed, ranks=ranks)
 
 

@@ -16,12 +16,13 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from extras.variants import RULES, TokenSelection
 from rl.data.batching import Update
 from rl.data.order import derive_seed
-from rl.data.types import Batch
+from rl.data.types import Batch, Sampling
+from rl.model.logprobs import over_micro_batches, response_logprobs
 from rl.ranks import Ranks
 
 
@@ -76,6 +77,11 @@ def choose(
             chosen |= largest(decides, among, max(1, int(share * update.num_tokens)), ranks, ties=chance)
         batch = replace(batch, columns={**batch.columns, "chosen": chosen})
     return batch
+
+
+def fixed_entropies(model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling) -> Tensor:
+    """As `logprobs.fixed_logprobs`, the entropy of the distribution that every token was drawn from."""
+    return over_micro_batches(model, batch, updates, response_logprobs, sampling, False)[1]
 
 
 def largest(x: Tensor, among: Tensor, k: int, ranks: Ranks, *, ties: Tensor) -> Tensor:

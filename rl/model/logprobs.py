@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -37,16 +37,14 @@ HEAD_CHUNK = 2048  # tokens whose (tokens, V) logits exist at a time: 2048 x 152
 class Packed:
     """How a model runs on sequences: its attribute `packed`, from `add_packed_forward`."""
 
-    forward: Callable  # inputs and a head -> what the head makes of the hidden states; known to FSDP2
-    head_chunk: Callable  # the LM head on HEAD_CHUNK tokens, perhaps compiled
     attention: str  # name of the attention function for packed sequences
     device: torch.device  # where it computes
-    on_host: bool = False  # whether its weights live in host memory all the same
+    families: tuple[Family, ...]
+    head_chunk: Callable  # the LM head on HEAD_CHUNK tokens, perhaps compiled, from `head_on_chunk`
     is_whole: bool = True  # whether every rank has all of the model on its device, see `sharding.backward`
     way: str = "packed"  # how it runs, in words
     layout: Callable | None = None  # (batch, model) -> passes and places, if not `pack`
     own_logits: Callable | None = None  # (model, hidden (C, H)) -> logits (C, V), if more than a product with a weight
-    families: tuple[Family, ...] = ()
     max_tokens: int = sys.maxsize  # of a micro-batch, which `check_engine` may not exceed either
 
 
@@ -72,11 +70,6 @@ def token_logprobs(
 def fixed_logprobs(model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL) -> Tensor:
     """`token_logprobs` without gradients of all rows of a batch: (b, T) on the host. All ranks must enter."""
     return over_micro_batches(model, batch, updates, response_logprobs, sampling, False)[0]
-
-
-def fixed_entropies(model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL) -> Tensor:
-    """As `fixed_logprobs`, the entropy of the distribution that every token was drawn from."""
-    return over_micro_batches(model, batch, updates, response_logprobs, sampling, False)[1]
 
 
 @torch.no_grad()
@@ -142,7 +135,7 @@ def run_packed(model: PreTrainedModel, batch: Batch, wanted: Tensor, head: Calla
         family.begin(batch, passes)
     # FSDP2 would round every float tensor among the arguments to the compute precision, such as a teacher's log-probs.
     own_inputs = [x.inputs for x in passes]
-    out = model.packed.forward(lambda module, hidden: head(module, hidden, *args), own_inputs, place[wanted])
+    out = model.packed_forward(lambda module, hidden: head(module, hidden, *args), own_inputs, place[wanted])
     if not torch.is_grad_enabled():
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -169,25 +162,22 @@ def pack(batch: Batch, model: PreTrainedModel) -> tuple[list[Pass], Tensor]:
     return [Pass(inputs, lambda x: x[is_own], batch.input_ids, real)], place
 
 
-def add_packed_forward(
-    model: PreTrainedModel, *, compile: bool = False, keep_logits: bool = False, **fields: Any
-) -> PreTrainedModel:
-    """Give a Hugging Face model its attribute `packed`, whose forward FSDP2 knows as a second forward of the model.
-
-    `sharding.shard` calls it once more, since FSDP2 must learn of the forward. Args: compile, whether the LM head runs
-    compiled; keep_logits, whether the backward pass finds the logits (2 V bytes a token in bfloat16) or computes them
-    again; fields of `Packed`, the device by default that of the model.
+def add_packed_forward(model: PreTrainedModel) -> PreTrainedModel:
+    """Give a Hugging Face model its attribute `packed`, and the method `packed_forward`: inputs, a head and the wanted
+    tokens -> what the head makes of their hidden states. FSDP2 learns of this second forward in `sharding.shard`.
     """
-    before, config = getattr(model, "packed", None), model.config.get_text_config()
-    attention = before.attention if before else config._attn_implementation
-    chunk = torch.compile(_head_chunk, dynamic=True) if compile else _head_chunk
-    chunk = chunk if keep_logits else functools.partial(checkpoint, chunk, use_reentrant=False)
-    model.packed = types.MethodType(_forward, model)
-    register_fsdp_forward_method(model, "packed")  # no-op on a model that is not sharded
-    fields.setdefault("device", next(model.parameters()).device)
-    fields.setdefault("families", before.families if before else families_of(model))
-    model.packed = Packed(model.packed, chunk, attention, **fields)
+    attention, device = model.config.get_text_config()._attn_implementation, next(model.parameters()).device
+    model.packed = Packed(attention, device, families_of(model), head_on_chunk())
+    model.packed_forward = types.MethodType(_forward, model)
     return model
+
+
+def head_on_chunk(*, compile: bool = False, keep_logits: bool = False) -> Callable:
+    """The LM head for HEAD_CHUNK tokens. Args: compile, whether it runs compiled; keep_logits, whether the backward
+    pass finds the logits (2 V bytes per token in bfloat16) or computes them again.
+    """
+    chunk = torch.compile(_head_chunk, dynamic=True) if compile else _head_chunk
+    return chunk if keep_logits else functools.partial(checkpoint, chunk, use_reentrant=False)
 
 
 def _forward(self, head, inputs, wanted):
@@ -209,7 +199,7 @@ def response_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """The head of `token_logprobs`: hidden (R, H), targets (R,) -> log-probs (R,) and entropies (R,)."""
     if model.packed.own_logits:
-        source, head_chunk = model, functools.partial(checkpoint, _head_chunk, use_reentrant=False)
+        source, head_chunk = model, head_on_chunk()
     else:
         source, head_chunk = model.get_output_embeddings().weight, model.packed.head_chunk
     way = sampling.temperature, truncation_of(sampling), entropy_grad

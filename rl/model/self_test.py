@@ -81,7 +81,7 @@ class Trial:
                 outputs.append(logp.gather(-1, inputs["input_ids"][0, 1:n, None])[:, 0] * (row[1:n] < vocab_size))
             else:
                 every = torch.arange(n, device=row.device)
-                outputs.append(model.packed.forward(lambda _, hidden: hidden.float(), [inputs], every))
+                outputs.append(model.packed_forward(lambda _, hidden: hidden.float(), [inputs], every))
         return outputs
 
     def _rounding(self) -> float:

@@ -5,7 +5,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -23,7 +29,7 @@ from transformers import PreTrainedModel
 
 from rl.flags import AtLeast1, Free, Switch, settled
 from rl.model.family import is_added
-from rl.model.logprobs import add_packed_forward
+from rl.model.logprobs import head_on_chunk
 from rl.ranks import Ranks, wait_without_end
 
 # By default torch compiles micro-batches below 4,096 tokens once more, ten seconds in the middle of a run, because it
@@ -88,14 +94,11 @@ def shard(model: PreTrainedModel, ranks: Ranks, memory: Memory = BARE) -> PreTra
     if memory.home is not None:
         memory.home.take(model, ranks.device)
     model.eval()
-    return add_packed_forward(
-        model,
-        compile=bool(memory.compile),
-        keep_logits=memory.compile and memory.activation_checkpointing == "none",  # uncompiled, they are in float32
-        device=ranks.device,
-        is_whole=is_whole,
-        on_host=memory.home is not None,
-    )
+    register_fsdp_forward_method(model, "packed_forward")
+    keep_logits = bool(memory.compile) and memory.activation_checkpointing == "none"  # uncompiled, they are in float32
+    chunk = head_on_chunk(compile=bool(memory.compile), keep_logits=keep_logits)
+    model.packed = replace(model.packed, head_chunk=chunk, device=ranks.device, is_whole=is_whole)
+    return model
 
 
 def recompute(units: Sequence[nn.Module], level: str) -> None:
@@ -219,9 +222,8 @@ def with_part(like: Tensor, part: Tensor) -> Tensor:
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Give `target` the parameters of `source`, in its own precision: two models of one kind, sharded alike."""
-    weights = dict(source.named_parameters())
-    for name, y in target.named_parameters():
-        own_part(y).copy_(own_part(weights[name]))
+    for x, y in zip(source.parameters(), target.parameters(), strict=True):
+        own_part(y).copy_(own_part(x))
 
 
 def full_tensors(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -352,12 +352,12 @@ def test_only_the_most_uncertain_tokens_teach(variants, monkeypatch):
     monkeypatch.setattr(train_grpo_variants, "take_rows", record)
     entropies = []
 
-    def entropies_of(*args, sampling, fixed=train_grpo_variants.fixed_entropies):
+    def entropies_of(*args, sampling, fixed=token_selection.fixed_entropies):
         assert sampling.temperature == 0.7  # that of the policy that is trained
         entropies.append(fixed(*args, sampling=sampling))
         return entropies[-1]
 
-    monkeypatch.setattr(train_grpo_variants, "fixed_entropies", entropies_of)
+    monkeypatch.setattr(token_selection, "fixed_entropies", entropies_of)
     settings = dict(total_training_steps=1, adv_estimator="dr_grpo", temperature=0.7, save_freq=0)
     one = variants(top_entropy_quantile=0.2, **settings)
     few = variants(top_entropy_quantile=0.2, **settings, ppo_max_token_len_per_gpu=44)
