@@ -26,10 +26,10 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3133,
+    "core": 3126,
     "wall": 1619,
-    "import train_grpo": 4075,
-    "import sft": 2476,
+    "import train_grpo": 4068,
+    "import sft": 2469,
     "import eval": 1384,
     "eval.py": 107,
     "sft.py": 93,
@@ -38,7 +38,7 @@ LIMITS = {
     "train_distill.py": 167,
     "train_dpo.py": 173,
     "train_grpo.py": 127,
-    "train_grpo_variants.py": 216,
+    "train_grpo_variants.py": 215,
     "train_ppo.py": 194,
     "train_prime.py": 195,
     "train_reinforce.py": 186,
