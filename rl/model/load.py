@@ -104,11 +104,9 @@ def weights_for_engine(policy: PreTrainedModel, ranks: Ranks) -> Iterator[tuple[
 
 
 def buffers_in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for buffers in a model's files, such as an activation's constants; nothing trains them."""
-    for prefix, module in model.named_modules():
-        for name, x in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".lstrip("."), x
+    """(name, tensor) of the buffers in a model's files, such as an activation's constants; nothing trains them."""
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return ((name, x) for name, x in model.state_dict().items() if name not in weights)
 
 
 def load_pretrained(

@@ -14,14 +14,8 @@ import torch._inductor
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -94,7 +88,7 @@ def shard(model: PreTrainedModel, ranks: Ranks, memory: Memory = BARE) -> PreTra
     if memory.home is not None:
         memory.home.take(model, ranks.device)
     model.eval()
-    register_fsdp_forward_method(model, "packed_forward")
+    fsdp.register_fsdp_forward_method(model, "packed_forward")
     keep_logits = bool(memory.compile) and memory.activation_checkpointing == "none"  # uncompiled, they are in float32
     chunk = head_on_chunk(compile=bool(memory.compile), keep_logits=keep_logits)
     model.packed = replace(model.packed, head_chunk=chunk, device=ranks.device, is_whole=is_whole)
@@ -141,11 +135,11 @@ def apply_fsdp(model: nn.Module, units: Sequence[nn.Module], ranks: Ranks, memor
         # Layers get what the model itself gives them, such as angles in float32, which FSDP2 would round. Only the root
         # casts its inputs: the pixels of images. (See also `logprobs.run_packed`.)
         casts = module is model
-        fully_shard(
+        fsdp.fully_shard(
             module,
             mesh=mesh,
-            mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=casts),
-            offload_policy=memory.home.policy if memory.home else OffloadPolicy(),
+            mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=casts),
+            offload_policy=memory.home.policy if memory.home else fsdp.OffloadPolicy(),
             # A shard of one is the whole: freed after the forward pass, the bf16 weights would only be made again.
             reshard_after_forward=False if is_whole else None,
             ignored_params=plain,
@@ -167,7 +161,7 @@ def sum_gradients(model: nn.Module) -> None:
     denominator needs no `* world_size`.
     """
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp.FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 

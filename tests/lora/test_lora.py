@@ -196,11 +196,11 @@ def test_while_a_model_is_sharded_no_layer_is_held_whole_any_longer(lora_rank, t
         lora.add(model, lora.LoRA(lora_rank=lora_rank), path=tiny_model, seed=0)
     first = [weakref.ref(x) for x in model.model.layers[0].parameters() if x.requires_grad]
 
-    def counted(module, shard=sharding.fully_shard, **options):
+    def counted(module, shard=sharding.fsdp.fully_shard, **options):
         shard(module, **options)
         alive.append(sum(x() is not None for x in first))
 
-    monkeypatch.setattr(sharding, "fully_shard", counted)
+    monkeypatch.setattr(sharding.fsdp, "fully_shard", counted)
     sharding.shard(model, world)
     assert len(first) >= 10 and len(alive) == 3
     assert alive[0] <= 1 and alive[1:] == [0, 0]

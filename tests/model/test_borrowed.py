@@ -201,7 +201,6 @@ BORROWED = [
     ),
     # torch.
     Borrowed("torch.distributed.tensor.DTensor:_spec", "model/sharding.py", "makes a tensor of its parts"),
-    Borrowed("torch.nn.Module:_non_persistent_buffers_set", "model/load.py", "tells which buffers stand in files"),
     Borrowed("torch._foreach_copy_", "run/checkpoint_tensors.py", "copies many tensors in one call"),
     Borrowed("torch._dynamo.maybe_mark_dynamic", "model/sharding.py", "compiles once for all lengths"),
     Borrowed("torch._dynamo.maybe_mark_dynamic", "extras/families/experts.py", "compiles once for all lengths"),
