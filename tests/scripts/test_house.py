@@ -26,10 +26,10 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3126,
+    "core": 3118,
     "wall": 1619,
-    "import train_grpo": 4068,
-    "import sft": 2469,
+    "import train_grpo": 4060,
+    "import sft": 2461,
     "import eval": 1384,
     "eval.py": 107,
     "sft.py": 93,
