@@ -31,7 +31,7 @@ import torch
 
 from extras.agents import at_turns, returns_by_turn
 from extras.kl_terms import KLTerms
-from extras.variants import RULES, TokenSelection, choose_tokens, components_of, require_components
+from extras.variants import RULES, TokenSelection, choose_tokens, components_of, require_components, shuffled
 from rl.data.batching import make_batch
 from rl.data.order import derive_seed
 from rl.data.types import take_rows
@@ -188,7 +188,7 @@ def main(args: Args) -> dict[str, float]:
             mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
-            shuffle_seed=derive_seed(args.seed, step) if args.shuffle_mini_batches else None,
+            order=shuffled(len(responses), derive_seed(args.seed, step)) if args.shuffle_mini_batches else None,
             version=sampler.version,
         )  # (b, T)
         run.may_stop_after("batch")

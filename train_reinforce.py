@@ -140,7 +140,7 @@ def main(args: Args) -> dict[str, float]:
         responses = sampler.sample(policy, step)  # B
         greedy_P = torch.zeros(args.train_batch_size)  # (P,)
         if args.adv_estimator == "remax":  # NaN for a greedy response without a score
-            greedy_P = torch.tensor(ranks.all_gather([s.score.value_or_nan for s in sampler.greedy_samples]))
+            greedy_P = torch.tensor(ranks.all_gather(scores_of(sampler.greedy_samples).tolist()))
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
         is_trainable = (scores_PG - greedy_P.view(-1, 1)).isfinite().flatten()  # (B,): with remax, both of them
 

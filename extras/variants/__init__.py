@@ -29,6 +29,13 @@ class TokenSelection:
     ppo_kl_coef: NotNegative = 1.0  # of kl_cov: weight of the KL term that the chosen tokens get
 
 
+def shuffled(num_rows: int, seed: int) -> list[int]:
+    """The rows 0 ... num_rows - 1 in a random order, which is a pure function of the arguments."""
+    import numpy as np
+
+    return np.random.default_rng(seed).permutation(num_rows).tolist()
+
+
 def choose_tokens(
     flags: TokenSelection,
     loss_mode: str,

@@ -139,16 +139,6 @@ def plan_update(
     return Update(rows, own, float(num_tokens), float(num_seqs), rows_of_rank)
 
 
-def mini_batches(num_rows: int, size: int, shuffle_seed: int | None = None) -> list[list[int]]:
-    """The rows of each optimizer step, ascending. The last one may have fewer than `size`. They are neighbors, or with
-    a seed they are drawn at random from those that are left.
-    """
-    order = list(range(num_rows))
-    if shuffle_seed is not None:
-        np.random.default_rng(shuffle_seed).shuffle(order)
-    return [sorted(order[start : start + size]) for start in range(0, num_rows, size)]
-
-
 def make_batch(
     responses: Sequence[Sample],
     trainable: torch.Tensor | None = None,
@@ -157,20 +147,19 @@ def make_batch(
     max_tokens: int,
     ranks: Ranks,
     rows_per_unit: int = 1,
-    shuffle_seed: int | None = None,
+    order: Sequence[int] | None = None,
     version: int | None = None,
 ) -> tuple[Batch, list[Update]]:
     """Plan a step's optimizer steps, and send the tokens of every response to the rank that trains on it.
 
     Args:
-        responses: of the step, the same list on all ranks (see `gather_responses`). Without `shuffle_seed` their order
-            is that of the updates; neighbors that share a prompt cost less.
+        responses: of the step, the same list on all ranks (see `gather_responses`). Neighbors that share a prompt and
+            are in the same mini-batch cost less.
         trainable: (B,) bool, whether a response is learned from; by default every response that has a score. One that
             is not keeps its place, and its mask is zero.
         mini_batch_size: rows of an optimizer step; the last one may have fewer.
         max_tokens, rows_per_unit: as for `plan_update`.
-        shuffle_seed: with this seed responses are drawn for each mini-batch at random from those that are left; only
-            for one row a unit.
+        order: of all places in `responses`, in which the mini-batches take them; by default as they are.
         version: the number of the newest weights, from which the ages of tokens follow; None if nobody asks.
 
     Returns: the batch of this rank's rows, padded to the longest prompt + response of any rank, and the updates. All
@@ -178,8 +167,8 @@ def make_batch(
     """
     if trainable is None:
         trainable = torch.tensor([r.score.value is not None for r in responses], dtype=torch.bool)
-    assert shuffle_seed is None or rows_per_unit == 1, "a shuffle would tear units apart"
-    minis = mini_batches(len(responses), mini_batch_size, shuffle_seed)
+    order = order or range(len(responses))
+    minis = [sorted(order[start : start + mini_batch_size]) for start in range(0, len(order), mini_batch_size)]
     lengths, shared = [r.num_tokens for r in responses], _shared(responses, minis, ranks)
     learned = [r.num_sampled * int(x) for r, x in zip(responses, trainable.tolist(), strict=True)]
     plan = partial(plan_update, lengths, max_tokens=max_tokens, ranks=ranks, shared=shared, learned=learned)

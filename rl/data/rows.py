@@ -112,10 +112,8 @@ def _rows_of(batch: pa.RecordBatch, first: int, file: Path) -> list[Row]:
             return [row for i in range(batch.num_rows) for row in _rows_of(batch.slice(i, 1), first + i, file)]
         if batch.num_columns > 1:
             return [row for name in batch.schema.names for row in _rows_of(batch.select([name]), first, file)]
-        is_text = isinstance(error, UnicodeDecodeError)
-        what = "is not valid UTF-8" if is_text else "holds a value that Python cannot"
-        fix = "write the file again as UTF-8" if is_text else "leave it out"
-        raise ValueError(f"{file}: row {first}: column {batch.schema.names[0]!r} {what} ({error}); {fix}") from error
+        where = f"{file}: row {first}: column {batch.schema.names[0]!r}"
+        raise ValueError(f"{where} cannot be read ({error}); write it again in UTF-8, or leave it out") from error
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:
@@ -124,14 +122,12 @@ def _read_jsonl(file: Path) -> Iterator[Row]:
         parts = (part for ended in lines for part in ended.splitlines())  # lines may also end with a lone \r
         numbered = ((number, line) for number, line in enumerate(parts, start=1) if line.strip())
         for i, (number, line) in enumerate(numbered):
-            where = f"{file}: row {i} (line {number})"
             try:
-                row = json.loads(line.decode("utf-8"))
+                if type(row := json.loads(line.decode("utf-8"))) is not dict:
+                    raise ValueError(f"it is {shown(row)}")
             except (ValueError, RecursionError) as error:
-                what = "valid UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
-                raise ValueError(f"{where} is not {what} ({error}); write one JSON object a line, in UTF-8") from error
-            if type(row) is not dict:
-                raise ValueError(f"{where} is {shown(row)}; write one JSON object a line")
+                where = f"{file}: row {i} (line {number})"
+                raise ValueError(f"{where} is not a JSON object in UTF-8 ({error}); write one per line") from error
             yield row
 
 

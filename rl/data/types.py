@@ -9,7 +9,6 @@ Axes: P prompts of a step, G responses per prompt, B = P * G sequences of the st
 describes token t given the tokens before it.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -97,11 +96,6 @@ class Score(NamedTuple):
     # none: the function said that it cannot tell, or it was not asked, because the partner failed or the run stops
     status: Literal["ok", "none", "error", "timeout"]
     seconds: float
-
-    @property
-    def value_or_nan(self) -> float:
-        """`value`, and NaN where it is None: for tensors."""
-        return math.nan if self.value is None else self.value
 
     @property
     def accuracy(self) -> float:

@@ -264,20 +264,11 @@ def kl(logp: Tensor, ref_logp: Tensor, kind: str, *, old_logp: Tensor | None = N
         ratio = (logp - old_logp.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         return ratio * kl(logp, ref_logp, "k3")
     difference = logp - ref_logp
+    x = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    k2, k3 = 0.5 * difference.square(), (torch.expm1(x) - x).clamp(max=10.0)
+    values = {"k1": difference, "abs": difference.abs(), "k2": k2, "k3": k3, "low_var_kl": k3}
     base = kind.removesuffix("+")
-    if base == "k1":
-        value = difference
-    elif base == "abs":
-        value = difference.abs()
-    elif base == "k2":
-        value = 0.5 * difference.square()
-    elif base in ("k3", "low_var_kl"):
-        x = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        value = (torch.expm1(x) - x).clamp(max=10.0)
-    else:
+    if base not in values:
         known = "k1, k2, k3 (low_var_kl), abs, each also with the suffix +; unbiased"
         raise ValueError(f"unknown KL estimator {kind!r}; known: {known}")
-    if base == kind:
-        return value
-    k2 = 0.5 * difference.square()
-    return k2 - k2.detach() + value.detach()
+    return values[base] if base == kind else k2 - k2.detach() + values[base].detach()

@@ -38,7 +38,7 @@ def gather_responses(own_samples: Sequence[Sample], rows: Sequence[dict], ranks:
 
 def scores_of(responses: Sequence[Sample]) -> torch.Tensor:
     """The score of each response, (B,) float32: NaN where there is none."""
-    return torch.tensor([r.score.value_or_nan for r in responses])
+    return torch.from_numpy(np.array([r.score.value for r in responses], np.float32))  # None becomes NaN
 
 
 def lengths_of(responses: Sequence[Sample], *, whole: bool = False) -> torch.Tensor:

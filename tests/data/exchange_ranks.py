@@ -18,7 +18,7 @@ import torch.distributed as dist
 from helpers_data import scored, versions_of
 
 from extras.partial import waiting_groups
-from extras.variants import RULES, TokenSelection, components_of, token_selection
+from extras.variants import RULES, TokenSelection, components_of, shuffled, token_selection
 from rl.data.batching import make_batch
 from rl.data.types import Outcome, Sample, Score
 from rl.formulas import advantages
@@ -102,7 +102,9 @@ def cut(responses: list[Sample], ranks: Ranks, prompts: range, mini_batch_size: 
     """`make_batch` of these prompts' responses, and numbers that need all ranks."""
     chosen = [responses[k] for i in prompts for k in range(N * i, N * i + N)]
     scores = scores_of(chosen)
-    options = dict(zip(("max_tokens", "rows_per_unit", "shuffle_seed"), limits, strict=False), version=6)
+    options = dict(zip(("max_tokens", "rows_per_unit", "seed"), limits, strict=False), version=6)
+    if (seed := options.pop("seed", None)) is not None:
+        options["order"] = shuffled(len(chosen), seed)
     batch, updates = make_batch(chosen, scores.isfinite(), mini_batch_size=mini_batch_size, ranks=ranks, **options)
     mask, logp = batch.response_mask, batch.rollout_logp
     found = {"batch": vars(batch), "updates": updates, "scores": scores, "lengths": lengths_of(chosen)}

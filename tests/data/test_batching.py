@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers_data import plan_micro_batches, ranks_without_group, sample
 
-from rl.data.batching import collate, mini_batches, plan_update
+from rl.data.batching import collate, plan_update
 from rl.data.types import Batch, places, take_rows
 
 EOS = 2
@@ -229,7 +229,8 @@ def test_plan_does_not_waste_micro_batches():
 
 def plans(lengths, size, *, mini_batch_size, **options):
     """The updates of each of so many ranks."""
-    minis = mini_batches(len(lengths), mini_batch_size)
+    rows = range(len(lengths))
+    minis = [rows[start : start + mini_batch_size] for start in rows[::mini_batch_size]]
     every = [ranks_without_group(rank, size) for rank in range(size)]
     return [[plan_update(lengths, rows, ranks=ranks, **options) for rows in minis] for ranks in every]
 

@@ -129,14 +129,14 @@ def test_invalid_utf8_names_the_row(tmp_path):
     good = pa.Table.from_pylist([rl_row(), rl_row()])
     path = tmp_path / "x.parquet"
     pq.write_table(good.set_column(1, "prompt", prompts), path)
-    with pytest.raises(ValueError, match=r"x\.parquet: row 1: column 'prompt' is not valid UTF-8"):
+    with pytest.raises(ValueError, match=r"x\.parquet: row 1: column 'prompt' cannot be read \('utf-8' codec"):
         read_rows(path)
     pq.write_table(good.append_column("note", bad_text([b"\xff", b"ok"])), path)
-    with pytest.raises(ValueError, match=r"x\.parquet: row 0: column 'note' is not valid UTF-8"):
+    with pytest.raises(ValueError, match=r"x\.parquet: row 0: column 'note' cannot be read \('utf-8' codec"):
         read_rows(path)
     lines = [json.dumps(rl_row()).encode(), json.dumps(rl_row("cafX")).encode().replace(b"X", b"\xe9")]
     (tmp_path / "x.jsonl").write_bytes(b"\n".join(lines))
-    with pytest.raises(ValueError, match=r"x\.jsonl: row 1 \(line 2\) is not valid UTF-8"):
+    with pytest.raises(ValueError, match=r"x\.jsonl: row 1 \(line 2\) is not a JSON object in UTF-8 \('utf-8' codec"):
         read_rows(tmp_path / "x.jsonl")
 
 
@@ -162,10 +162,10 @@ def test_jsonl_lines(tmp_path):
     path.write_text(json.dumps(rl_row("a\u2028b")) + "\n\n" + json.dumps(rl_row()) + "\r\n", encoding="utf-8")
     assert len(read_rows(path)) == 2
     path.write_text(json.dumps(rl_row()) + "\n{'a': 1}\n")
-    with pytest.raises(ValueError, match=r"x\.jsonl: row 1 \(line 2\) is not JSON"):
+    with pytest.raises(ValueError, match=r"x\.jsonl: row 1 \(line 2\) is not a JSON object in UTF-8 \(Exp"):
         read_rows(path)
     path.write_text("[1]\n")
-    with pytest.raises(ValueError, match=r"x\.jsonl: row 0 \(line 1\) is \[1\] \(list\)"):
+    with pytest.raises(ValueError, match=r"x\.jsonl: row 0 \(line 1\) is not a JSON object .*is \[1\] \(list\)"):
         read_rows(path)
 
 
@@ -473,10 +473,12 @@ def test_values_that_python_cannot_hold_are_named_with_file_and_row(tmp_path):
     rows = {"prompt": ["a", "b"], "data_source": ["x"] * 2, "reward_model": [{"ground_truth": "1"}] * 2}
     times = pa.array([0, 2**62], pa.timestamp("ms"))  # the second is in the year 146 million
     pq.write_table(pa.table(rows | {"seen": times}), tmp_path / "times.parquet")
-    with pytest.raises(ValueError, match="times.parquet: row 1: column 'seen' holds a value that Python cannot"):
+    with pytest.raises(ValueError, match=r"times.parquet: row 1: column 'seen' cannot be read \(.*leave it out"):
         read_rows(tmp_path / "times.parquet")
     (tmp_path / "deep.jsonl").write_text('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}")
-    with pytest.raises(ValueError, match=r"deep.jsonl: row 0 \(line 1\) is not JSON \(maximum recursion depth"):
+    with pytest.raises(
+        ValueError, match=r"deep.jsonl: row 0 \(line 1\) is not a JSON object in UTF-8 \(maximum recursion depth"
+    ):
         read_rows(tmp_path / "deep.jsonl")
 
 
