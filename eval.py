@@ -20,7 +20,7 @@ from extras.voting import elected
 from rl.data.encode import encode_prompts
 from rl.data.flags import Texts
 from rl.data.order import derive_seed
-from rl.data.prompts import read_prompts
+from rl.data.rows import read_rows
 from rl.flags import AtLeast1, Count, Few, PositiveShare, Share, TemperatureOr0, TopK, check_limits
 from rl.model.checks import check_model
 from rl.ranks import init_ranks, shutdown_ranks
@@ -77,7 +77,7 @@ def main(args: Args) -> dict[str, float]:
     sampling = sampling_settings(decoding, args.model, tokenizer, n=args.rollout_n, max_tokens=limit)
     partner = open_partner(args.envs, tokenizer, sampling.stop_token_ids)  # what answers the policy, if anything does
     text_of = partner.prompt_text if partner else None
-    rows = read_prompts(args.val_files, needs_truth=need_truth(rewards), has_partner=bool(partner))[: args.max_samples]
+    rows = read_rows(args.val_files, needs_truth=need_truth(rewards), has_partner=bool(partner))[: args.max_samples]
     check_rows(args.envs, rows)
     rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length, text_of=text_of)
     scorer = Scorer(rewards, tokenizer, args.scoring, rows=rows, partner=partner, max_response_length=limit)

@@ -1,14 +1,45 @@
-"""Prompts in, token ids out."""
+"""Prompts in, token ids out: those that an RL script trains on, and those that it is evaluated on."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
 from rl.data.attachments import attachments_of
-from rl.data.packed import Lazy, derive
-from rl.data.rows import Row, named, shown
+from rl.data.flags import Data
+from rl.data.packed import Lazy, Reader, derive
+from rl.data.rows import Row, named, read_rows, shown
 from rl.data.template import Tokenizer, continued
 from rl.data.text import NO_LIMIT, check_vocabulary, shown_count, start_of, write
+
+
+def load_prompts(
+    data: Data,
+    tokenizer: Tokenizer,
+    max_prompt_length: int,
+    *,
+    needs_truth: bool = True,
+    evaluates: bool = True,
+    read_train: Reader | None = None,
+    text_of: Callable[..., str] | None = None,
+) -> tuple[Lazy[Row], Lazy[Row]]:
+    """The prompts of --train-files and, if the run `evaluates`, those of --val-files, with their token ids.
+
+    Args: max_prompt_length, in tokens; needs_truth, as for `read_rows`; read_train, a reader of --train-files whose
+    rows are no prompts in verl's schema; text_of, how the policy's partner makes a text of a prompt, if there is a
+    partner. Raises ValueError for every mistake in the data.
+    """
+    read = partial(read_rows, needs_truth=needs_truth, has_partner=text_of is not None)
+    encode = partial(
+        encode_prompts,
+        tokenizer,
+        max_prompt_length=max_prompt_length,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        text_of=text_of,
+    )
+    train_rows = (read_train or read)(data.train_files)
+    val_rows = read(data.val_files) if evaluates else []
+    return encode(train_rows), encode(val_rows)
 
 
 def encode_prompts(

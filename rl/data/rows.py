@@ -6,15 +6,17 @@ else a ValueError, which names the file, the row, the value and the fix, where t
 
 import json
 import os
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from extras.agents import check_calls, with_tools
-from rl.console import progress
+from rl.console import progress, say
 from rl.data.attachments import check_attachments, read_attachments
 from rl.data.packed import Lazy, Packed, Row
 
@@ -29,17 +31,33 @@ Paths = str | os.PathLike | Sequence[str | os.PathLike]  # .parquet or .jsonl fi
 BATCH_ROWS, BUFFER_BYTES = 32, 2**20  # of a parquet file, that are read at a time
 
 
-def read_rows(files: Paths, *, has_partner: bool = False) -> Lazy[Row]:
-    """Read and check RL prompts in verl's schema. Args: has_partner, whether something answers the policy.
+def read_rows(files: Paths, *, needs_truth: bool = False, has_partner: bool = False) -> Lazy[Row]:
+    """Read and check RL prompts in verl's schema.
+
+    Args: needs_truth, whether rows with an empty ground truth are left out, which a line then says: verl's file of MATH
+    has two. A reward model, or a function of the user's own, may do without. has_partner, whether something answers the
+    policy.
 
     Returns: one dict per row, which is made when it is asked for, so that changing it changes nothing in the sequence.
     It has all columns: `prompt` (str, or list of {"role", "content"}), `data_source` (str), `reward_model` (dict with
     "ground_truth", in the type the file has), `extra_info` (dict, {} if absent or null), `row_index`, the row's
     position in the concatenated data, and `row_place`, its file and its number there. Columns with attachments hold
     what attachments.py says. Raises FileNotFoundError, or ValueError for a file that is corrupt, empty, not UTF-8 or
-    lacks a column, and for a bad or null value in a row.
+    lacks a column, for a bad or null value in a row, and if no row is left.
     """
-    return read_files(files, _check_rl_row, has_partner=has_partner)
+    rows = read_files(files, _check_rl_row, has_partner=has_partner)
+    empty = [i for i, row in enumerate(rows) if no_ground_truth(row)] if needs_truth else []
+    if not empty:
+        return rows
+    if len(empty) == len(rows):
+        raise ValueError(
+            f"{', '.join(map(str, as_paths(files)))}: reward_model.ground_truth is empty in every row; fill it in, or "
+            "give a --custom-reward-function that does without"
+        )
+    if os.environ.get("RANK", "0") == "0":
+        shown_rows = ", ".join([named(rows[i]) for i in empty[:10]] + ["..."] * (len(empty) > 10))
+        say(f"{len(empty)} of {len(rows)} rows left out, since their ground_truth is empty: {shown_rows}")
+    return Lazy(array("q", np.setdiff1d(range(len(rows)), empty)), rows.get)
 
 
 def no_ground_truth(row: Row) -> bool:

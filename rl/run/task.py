@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 from extras.agents import check_rows, open_partner
 from extras.judges import open_judges
 from rl.data.attachments import refuse_attachments
+from rl.data.encode import load_prompts
 from rl.data.packed import Reader
-from rl.data.prompts import load_prompts
 from rl.run.training import check
 from rl.sampling.engines import check_engine_flags, make_engine
 from rl.sampling.groups import sampling_settings

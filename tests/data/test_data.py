@@ -12,10 +12,9 @@ from transformers import GPT2Config, PreTrainedTokenizerFast
 from data import files, gsm8k
 from extras.agents import EnvironmentFlags, check_rows
 from extras.demonstrations.rows import read_comparisons, read_demonstrations
-from rl.data.encode import encode_prompts, prompt_text
+from rl.data.encode import encode_prompts, load_prompts, prompt_text
 from rl.data.flags import Data, Files
 from rl.data.order import permutation, prompts_for_step
-from rl.data.prompts import load_prompts, read_prompts
 from rl.data.rows import read_rows
 from rl.model.checks import check_context
 from rl.run.arguments import Rewards
@@ -224,7 +223,8 @@ def test_columns_of_images_and_tools_may_be_empty(tmp_path):
 def test_rows_of_verl_with_tools_are_taken_if_something_answers_the_policy(tmp_path):
     wanted = {"need_tools_kwargs": True, "tools_kwargs": {"search": {"create_kwargs": {"ground_truth": "7"}}}}
     path = write(tmp_path / "x.parquet", [rl_row(extra_info=wanted)])
-    assert [read(path, has_partner=True)[0]["extra_info"] for read in (read_rows, read_prompts)] == [wanted] * 2
+    found = [read_rows(path, has_partner=True, needs_truth=needs)[0]["extra_info"] for needs in (False, True)]
+    assert found == [wanted] * 2
     data = Data(train_files=(str(path),), val_files=(str(path),))
     of_run = load_prompts(data, make_tokenizer(), 100, text_of=prompt_text)
     assert [row["extra_info"] for rows in of_run for row in rows] == [wanted] * 2
@@ -244,7 +244,7 @@ def test_rows_without_a_ground_truth_are_left_out_where_the_data_source_decides(
 
     def kept(files, custom=None, **more):
         needs_truth = need_truth(Rewards(custom_reward_function=custom, **more).functions)
-        return [row["row_index"] for row in read_prompts(files, needs_truth=needs_truth)]
+        return [row["row_index"] for row in read_rows(files, needs_truth=needs_truth)]
 
     assert kept((str(path),)) == kept(path, reward_model=None) == [0, 2, 4]
     said = f"2 of 5 rows left out, since their ground_truth is empty: {path}: row 1, {path}: row 3\n"

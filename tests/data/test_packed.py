@@ -19,7 +19,6 @@ from rl.data import packed, rows
 from rl.data.encode import encode_prompts
 from rl.data.order import prompts_for_step
 from rl.data.packed import Packed, derive
-from rl.data.prompts import read_prompts
 from rl.data.rows import read_rows
 
 TEXTS = ["a", "the answer is b", "x" * 40, "", "café \n\n", "{}", "the answer is " * 9]
@@ -63,7 +62,7 @@ def test_packed_items_come_back_in_any_order():
 def test_prompts_are_the_same_bit_by_bit(tmp_path, bit_by_bit, name):
     given = [rl_row(text, truth) for text, truth in zip(TEXTS, TRUTHS, strict=True) if text]
     file, tokenizer = write(tmp_path / name, given, row_group_size=4), make_tokenizer()
-    read = read_prompts(file)
+    read = read_rows(file, needs_truth=True)
     assert [row["row_index"] for row in read] == [0, 2, 3, 4, 5]
     assert list(read) == [
         given[i] | {"row_index": i, "row_place": f"{file}: row {i}", "extra_info": given[i]["extra_info"]}

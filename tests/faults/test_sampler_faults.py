@@ -29,9 +29,9 @@ from extras.samplers import connection, dispatcher, inbox, protocol, sampler, we
 from extras.samplers.connection import Connection
 from extras.samplers.protocol import TOKEN
 from extras.samplers.weight_files import WeightWriter
+from rl.data.encode import load_prompts
 from rl.data.flags import Data
 from rl.data.order import prompts_for_step
-from rl.data.prompts import load_prompts
 from rl.data.template import load_tokenizer
 from rl.sampling.loop import Loop
 

@@ -10,7 +10,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 import train_dapo
 from extras.engines import hf
 from extras.partial import waiting_groups
-from rl.data.prompts import load_prompts
+from rl.data.encode import load_prompts
 from rl.data.template import load_tokenizer
 from rl.flags import build
 from rl.model import load as models
