@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3118,
+    "core": 3086,
     "wall": 1619,
-    "import train_grpo": 4060,
-    "import sft": 2461,
-    "import eval": 1384,
+    "import train_grpo": 4037,
+    "import sft": 2452,
+    "import eval": 1366,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
