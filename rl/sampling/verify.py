@@ -43,8 +43,8 @@ def check_engine(
 ) -> float:
     """Compute the log-probs of a few fresh samples of every rank with the trainer, and compare them with the engine's.
 
-    With `version`, `engine.policy_version`, only tokens count that the weights of the last push have sampled. If the
-    samples of a rank have more tokens than a micro-batch may have, every sample gets a pass of its own.
+    With `version`, `engine.policy_version`, only tokens count that the weights of the last push have sampled. There are
+    fewer samples if those of a rank have more tokens than a micro-batch may have.
 
     Returns the mean absolute difference over all probed tokens of all ranks, which must enter. Raises RuntimeError on
     every rank if it is not finite or exceeds --max-logprob-gap: weights that did not reach the engine, a different
@@ -62,18 +62,15 @@ def check_engine(
         fresh = [replace(s, response_mask=sampled_by(version, s)) for s in samples]
         samples = [s for s in fresh if s.num_sampled]
     probe = list(samples[:: max(1, len(samples) // num_probe)])[:num_probe]  # spread over the prompts
-    most = ranks.all_reduce_max(torch.tensor(sum(s.num_tokens for s in probe)))  # tokens of a rank
-    passes = [probe] if most <= policy.packed.max_tokens else [probe[i : i + 1] for i in range(num_probe)]
-    zero = np.zeros(1)  # for a rank without samples, which takes part in the pass
-    sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
+    while sum(s.num_tokens for s in probe) > policy.packed.max_tokens:  # there is room for the longest one
+        probe.pop()
+    batch = collate(probe, width=max((s.num_tokens for s in probe), default=2))
+    batch = take_rows(batch, range(len(probe)), ranks.device)  # a rank without samples takes part in the pass too
     with contextlib.ExitStack() as stack:
         seen = [(x, stack.enter_context(x.watched())) for x in policy.packed.families]
-        for part in passes:
-            batch = collate(part or [Sample(zero, zero, zero, zero, "stop", 0)])
-            batch = take_rows(batch, range(len(batch.lengths)), ranks.device)
-            logp, _ = token_logprobs(policy, batch, sampling=sampling)
-            more = ((batch.rollout_logp - logp) * batch.response_mask).double()  # how much more likely to the engine
-            sums += torch.stack([more.abs().sum(), more.sum(), more.square().sum(), batch.response_mask.double().sum()])
+        logp, _ = token_logprobs(policy, batch, sampling=sampling)
+    more = ((batch.rollout_logp - logp) * batch.response_mask).double()  # how much more likely to the engine
+    sums = torch.stack([more.abs().sum(), more.sum(), more.square().sum(), batch.response_mask.double().sum()])
     policy.family_metrics = {name: x for kind, what in seen for name, x in kind.metrics(what, ranks).items()}
     *sums, count = ranks.all_reduce_sum(sums).tolist()
     mean, bias, square = (x / max(count, 1) for x in sums)
