@@ -26,9 +26,9 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3086,
+    "core": 3083,
     "wall": 1619,
-    "import train_grpo": 4037,
+    "import train_grpo": 4034,
     "import sft": 2452,
     "import eval": 1366,
     "eval.py": 107,
