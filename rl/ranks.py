@@ -127,6 +127,7 @@ def init_ranks() -> Ranks:
     die_with_launcher()
     if "RANK" not in os.environ:
         os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # asked for by who joins a world without `Ranks`
         if "lo" in dict(socket.if_nameindex()).values():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens where the machine's name leads
     use_cuda = torch.cuda.is_available()

@@ -32,9 +32,8 @@ KEY = "asked to stop"  # in the store of the process group, set by the first ran
 class _State:
     """What this process knows of requests to stop."""
 
-    deadline: float = math.inf  # on the monotonic clock
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # brings back what was before `start`
-    asked_at: float = math.inf  # when the first signal came
+    asked_at: float = math.inf  # when the first signal came, or when --max-hours end, on the monotonic clock
     known: bool = False  # that some rank was asked: once true, it stays so
     looked_at: float = -math.inf  # when this rank last looked into the store
     leave: tuple[Callable[[], object], ...] = ()
@@ -48,7 +47,7 @@ _state = _State()
 def start(max_hours: float | None = None) -> None:
     """Take requests from now on; call it in the main thread. Until the first `arm` a signal ends the process."""
     end()
-    _state.deadline = time.monotonic() + 3600 * (max_hours or math.inf)
+    _state.asked_at = time.monotonic() + 3600 * (max_hours or math.inf)
     for number in SIGNALS:
         _state.undo.callback(signal.signal, number, signal.signal(number, signal.SIG_DFL))
     os.register_at_fork(after_in_child=end)  # a signal to a child is no request to this run
@@ -79,13 +78,14 @@ def arm(*leave: Callable[[], object]) -> None:
 
 
 def _listen(reading: int, state: _State) -> None:
+    first_at = math.inf
     with open(reading, "rb", buffering=0) as pipe:
         while number := pipe.read(1):
-            if number[0] in SIGNALS and state.asked_at == math.inf:
-                state.asked_at = time.monotonic()
+            if number[0] in SIGNALS and first_at == math.inf:
+                first_at = state.asked_at = time.monotonic()
                 with contextlib.suppress(OSError):  # Ctrl-C ends `tee` too, and then nobody reads stderr
                     os.write(2, b"asked to stop: saving, then leaving; a second signal ends the process at once\n")
-            elif number[0] in SIGNALS and time.monotonic() - state.asked_at > SAME_REQUEST_S:
+            elif number[0] in SIGNALS and time.monotonic() - first_at > SAME_REQUEST_S:
                 os._exit(128 + number[0])  # what a shell calls death by this signal
 
 
@@ -103,25 +103,22 @@ def requested(group: dist.ProcessGroup | None = None) -> bool:
     """Whether this process was asked to stop, or knows of a rank that was. With a group (on the CPU) its ranks agree,
     and all must enter. False after `hold`: what is waited for is needed then.
     """
-    if not _state.held:
-        _look()
-        if group is not None:
-            votes = torch.tensor(int(_state.known))
-            dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
-            _state.known = bool(votes)
-    return _state.known and not _state.held
-
-
-def _look() -> None:
-    """Learn whether some rank was asked. The first rank that was tells the others, through the store of their group."""
+    if _state.held:
+        return False
     if not _state.known:
         now = time.monotonic()
-        _state.known = now >= _state.asked_at or now > _state.deadline
+        _state.known = now >= _state.asked_at
+        # The first rank that was asked tells the others, through the store of their group.
         store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
         if store is not None and _state.known:
             store.set(KEY, "")
         elif store is not None and now - _state.looked_at > LOOK_EVERY_S:
             _state.known, _state.looked_at = store.check([KEY]), now
+    if group is not None:
+        votes = torch.tensor(int(_state.known))
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
+        _state.known = bool(votes)
+    return _state.known
 
 
 def hold() -> None:
