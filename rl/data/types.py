@@ -58,7 +58,7 @@ def unknown(column: np.ndarray) -> int:
     return np.iinfo(column.dtype).max
 
 
-@dataclass(eq=False)
+@dataclass
 class Completion:
     """What an engine has sampled for one request. The engine appends to it with every token until it is complete."""
 

@@ -94,7 +94,7 @@ def main(model: str, game: str, out: str, engine_name: str, tensor_parallel_size
     while loop.is_open():
         for _, group in loop.step():
             samples += group
-        unread = {request.key: unread.get(request.key, 0) + 1 for request in engine.new}  # turns that are to begin
+        unread = {x.request.key: unread.get(x.request.key, 0) + 1 for x in engine.new}  # turns that are to begin
         slowest = max(slowest, *unread.values(), 0)
     assert not loop.trajectories
     gap = check_engine(policy, samples, Sampling(temperature=TEMPERATURE), rollout, ranks, num_probe=100)

@@ -8,6 +8,7 @@ import re
 import shutil
 import statistics
 import sys
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -620,7 +621,7 @@ def test_an_engine_that_is_too_sure_is_corrected_and_reported(grpo, monkeypatch)
     plain = grpo(total_training_steps=1)
 
     def step(engine, original=hf.Engine.step):
-        return [c._replace(logprobs=[x + math.log(2) for x in c.logprobs]) for c in original(engine)]
+        return [replace(c, logprobs=[x + math.log(2) for x in c.logprobs]) for c in original(engine)]
 
     monkeypatch.setattr(hf.Engine, "step", step)
     with pytest.raises(RuntimeError, match=r"log-probs differ by 6\.93e-01 on average"):
