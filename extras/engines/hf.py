@@ -34,7 +34,7 @@ class Engine(base.Engine):
     """
 
     def __init__(self, model: str, ranks: Ranks, flags: EngineFlags = DEFAULT, *, longest: int):
-        super().__init__(model, ranks, longest)
+        super().__init__(ranks, longest)
         replica, _ = read_model(model, CAUSAL_LM, flag="--model", dtype=ranks.dtype)
         name_weights(replica, model)
         families.prepare(replica)

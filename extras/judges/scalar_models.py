@@ -6,7 +6,6 @@ padding's, and would stop early where padding has the end-of-sequence id.)
 """
 
 from collections.abc import Callable, Iterable
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ class ScalarModel(CausalLM):
     Args: new_head fills the head's weight (1, H) of a model that comes without a score head; None: it must have one.
     """
 
-    config = MappingProxyType({"num_labels": 1})
+    config = {"num_labels": 1}
 
     def __init__(self, new_head: Callable[[Tensor], object] | None = None):
         self.new_head, self.may_lack = new_head, frozenset({"score.weight"} if new_head else ())

@@ -46,11 +46,10 @@ def load_model(
     sequence; seed, of new weights; flag, that has named the model, or its role. Raises ValueError as `load_pretrained`,
     `Learning.check_model` or `tested`.
     """
-    keeps_weights = learning is None or learning.keeps_weights
     if learning is not None:
         learning.check_model(path, kind.class_of(path), flag=flag)
-    dtype = ranks.dtype if keeps_weights else torch.float32
-    model = load_pretrained(path, ranks, kind, dtype=dtype, flag=flag, as_in_files=not keeps_weights)
+    dtype = ranks.dtype if learning is None or learning.keeps_weights else None
+    model = load_pretrained(path, ranks, kind, dtype=dtype, flag=flag)
     if learning is None:
         model.requires_grad_(False)
     else:
@@ -114,20 +113,20 @@ def load_pretrained(
     ranks: Ranks,
     kind: CausalLM = CAUSAL_LM,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     flag: str = "--model",
-    as_in_files: bool = False,
 ) -> PreTrainedModel:
     """A model on the host, with weights in `dtype`, that can run packed. Rank 0 reads the files; other ranks get
     storage that `shard` fills. All ranks must enter.
 
-    Args: as_in_files, whether rank 0 leaves parameters in the precision of the files, most often bfloat16, until
-    `shard` casts those that learn to float32: the numbers are the same, and they need no memory but that of the mapped
-    files. Raises ValueError on all ranks as `read_model` or `CausalLM.check`, or if weights that the config ties differ
-    in the files, so that ranks would have different models.
+    Without a dtype, rank 0 leaves parameters in the precision of the files, most often bfloat16, until `shard` casts
+    those that learn to float32: the numbers are the same, and they need no memory but that of the mapped files.
+
+    Raises ValueError on all ranks as `read_model` or `CausalLM.check`, or if weights that the config ties differ in the
+    files, so that ranks would have different models.
     """
     kind.check(read_config(path, flag=flag), f"{flag} {path}")
-    as_in_files, problems = as_in_files and dtype == torch.float32, []
+    as_in_files, dtype, problems = dtype is None, dtype or torch.float32, []
     try:
         if ranks.is_main:
             model, new = read_model(path, kind, flag=flag, as_in_files=as_in_files, dtype=dtype)

@@ -5,7 +5,6 @@ All of a policy learns, unless its flags say otherwise, and nothing of a referen
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -20,7 +19,7 @@ class CausalLM:
     """A model that predicts the next token. An extra whose models have another head, as critics do, has a subclass."""
 
     may_lack: frozenset[str] = frozenset()  # weights of a new head, which the files may lack, or have for another head
-    config: Mapping[str, Any] = MappingProxyType({})  # what the config has to say
+    config: Mapping[str, Any] = {}  # what the config has to say
 
     def class_of(self, path: str) -> Any:
         """The class of transformers that reads the model in `path`."""

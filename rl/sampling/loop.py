@@ -53,7 +53,7 @@ class Trajectory:
 
     def take(self, completion: Completion, version: int) -> None:
         """Append what weights of this version have sampled. Raises RuntimeError if not every token has a finite
-        log-prob, or if a column has entries for more tokens than there are.
+        log-prob.
         """
         ids, logprobs = completion.token_ids, np.asarray(completion.logprobs, np.float32)
         if len(ids) != len(logprobs) or not np.isfinite(logprobs).all():
@@ -69,11 +69,8 @@ class Trajectory:
         versions = np.full(num_tokens, np.iinfo(np.int32).max, np.int32)
         versions[num_tokens - len(ids) :] = version
         for name, parts in {**completion.columns, "versions": [versions]}.items():
-            if len(column := np.concatenate(parts)) > num_tokens:
-                raise RuntimeError(
-                    f"the engine returned {len(column)} {name} for the {num_tokens} tokens of row "
-                    f"{self.row['row_index']} and its response"
-                )
+            column, row = np.concatenate(parts), self.row["row_index"]
+            assert len(column) <= num_tokens, f"{len(column)} {name} for the {num_tokens} tokens of row {row}"
             # What an earlier turn was sampled with stays, also if the engine has read it again.
             earlier = self.columns.get(name, column[:0])
             self.columns[name] = np.concatenate([earlier, column[len(earlier) :]])

@@ -31,8 +31,8 @@ class Engine:
     with a seed of its own has its own generator.
     """
 
-    def __init__(self, model: str, ranks: Ranks, longest: int):
-        self.path, self.device, self.rank, self.longest = model, ranks.device, ranks.rank, longest
+    def __init__(self, ranks: Ranks, longest: int):
+        self.device, self.rank, self.longest = ranks.device, ranks.rank, longest
         self.first_rank = ranks.rank  # of those that share this engine: they sample with one seed
         self.group: dist.ProcessGroup | None = None  # of those ranks, for objects on the host; None for one rank alone
         self.memory = 0  # bytes on the device that `sleep` gives back, as `make_engine` has seen it

@@ -58,7 +58,7 @@ class Engine(base.Engine):
     def __init__(
         self, model: str, ranks: Ranks, flags: EngineFlags, *, longest: int, seed: int = 0, load_weights: bool = False
     ):
-        super().__init__(model, ranks, longest)
+        super().__init__(ranks, longest)
         size, on_cpu = flags.tensor_model_parallel_size, ranks.device.type == "cpu"
         if ranks.size % size:
             raise ValueError(
