@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3083,
+    "core": 3074,
     "wall": 1619,
-    "import train_grpo": 4034,
-    "import sft": 2452,
-    "import eval": 1366,
+    "import train_grpo": 4025,
+    "import sft": 2449,
+    "import eval": 1362,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
