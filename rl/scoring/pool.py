@@ -88,21 +88,19 @@ class Scorer:
         self.submitted: dict[Sample, tuple[Row, AsyncResult, int]] = {}
         self.partner = partner
         self.judges: Sequence[Judge] = ()  # change what the functions gave; they have to be loaded before `collect`
-        # One thread for each worker. They are daemons: an executor's threads would be waited for when a trainer fails.
+        # A worker ends with the thread that has started it, so `close` ends the threads. These are daemons: the threads
+        # of an executor would be waited for when a trainer fails.
         self.threads = ThreadPool(self.num_workers)
-        self.workers: list[Worker] = []
+        setup = self.functions, flags.reward_timeout, flags.reward_memory_mb
         try:
-            for _ in range(self.num_workers):
-                self.workers.append(Worker(self.functions, flags.reward_timeout, flags.reward_memory_mb))
-            replies = self.threads.map(Worker.load, self.workers)
+            self.idle = self.threads.starmap(Worker, [setup] * self.num_workers)  # workers without a task
         except OSError as error:
-            started = f"only {len(self.workers)} processes can be started"
-            replies = [{"problem": f"{started} ({error}); lower --reward-workers"}]
-        if problems := [reply["problem"] for reply in replies if "problem" in reply]:
+            self.close()
+            raise ValueError(f"--reward-workers {self.num_workers} cannot be started ({error}); lower it") from error
+        if problems := [worker.loaded["problem"] for worker in self.idle if "problem" in worker.loaded]:
             self.close()
             raise ValueError(f"--custom-reward-function {' '.join(functions)} cannot be loaded: {problems[0]}")
-        self.batched = replies[0]["batched"]
-        self.idle = list(self.workers)  # workers that score nothing at the moment
+        self.batched = self.idle[0].loaded["batched"]
         self.report, self.components = try_functions(self, rows)  # of each data source, names of parts of its scores
         self.judges = judges
 
@@ -145,10 +143,8 @@ class Scorer:
             judge.load(ranks, max_tokens, fsdp_size)
 
     def close(self) -> None:
-        """End the workers. Nothing that was submitted before gets a score any more."""
+        """End the workers. What was submitted, and not scored yet, gets no score any more."""
         self.threads.terminate()
-        for worker in self.workers:
-            worker.kill()
 
     def _score(self, row: Row, samples: Sequence[Sample], twice: bool) -> tuple[list[Score], str]:
         """Let a worker score responses to a row, in one of the threads. Returns the scores, and what went wrong, "" if

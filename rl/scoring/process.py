@@ -20,30 +20,27 @@ TASKS_PER_WORKER = 1000  # then a fresh process takes over, whatever the functio
 class Worker:
     """A process that calls reward functions, and is replaced when it has ended. Args: what `worker.Rewards.load` gets.
 
-    Replies are dicts: the worker's, or {"problem": text, "status": "error" or "timeout"} if it has sent none.
+    Replies are dicts: the worker's, or {"problem": text, "status": "error" or "timeout"} if it has sent none. Raises
+    OSError if no process can be started.
     """
 
     def __init__(self, *setup: Any):
         self.setup = setup
-        self._start()
+        self.loaded = self._start()  # the reply of `worker.Rewards.load`
 
-    def _start(self) -> None:
+    def _start(self) -> dict[str, Any]:
         ours, theirs = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # beyond it BlockingIOError is raised
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", MESSAGE_SECONDS, 0))
         self.process = children.start_worker("rl.scoring.worker.main", theirs)
         self.connection, self.num_tasks = Connection(ours.detach()), 0
-
-    def load(self) -> dict[str, Any]:
-        """Let a new process load the functions. Returns its reply, see `worker.Rewards.load`."""
         return self._ask(START_SECONDS, "load", *self.setup)
 
     def score(self, calls: list[tuple], timeout_s: float, *, twice: bool) -> dict[str, Any]:
         """The reply to a task, see `worker.Rewards.score`."""
         if self.num_tasks == TASKS_PER_WORKER or self.process.poll() is not None:
             self.kill()
-            self._start()
-            if "problem" in (reply := self.load()):
+            if "problem" in (reply := self._start()):
                 return reply
         self.num_tasks += 1
         return self._ask(WALL_FACTOR * timeout_s * len(calls) * (1 + twice), "score", calls, twice)
