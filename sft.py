@@ -91,7 +91,7 @@ def main(args: Args) -> dict[str, float]:
         update = plan(held_out.lengths.tolist())
         logp = fixed_logprobs(policy, held_out, [update])  # (B, T), 0 in rows of other ranks
         total = ranks.all_reduce_sum(logp.sum().to(ranks.device)).item()
-        return Evaluation({"val/loss": -total / count_learned(held_out)}, [])
+        return {"val/loss": -total / count_learned(held_out)}, []
 
     # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
     # next end of a phase or micro-batch. A step that has changed weights is made to its end first.

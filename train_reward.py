@@ -96,7 +96,7 @@ def main(args: Args) -> dict[str, float]:
             "val/accuracy": (chosen > rejected).float().mean().item(),
             "val/margin": (chosen - rejected).mean().item(),
         }
-        return Evaluation(val_metrics, [])
+        return val_metrics, []
 
     # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
     # next end of a phase or micro-batch. A step that has changed weights is made to its end first.

@@ -60,7 +60,7 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, row: Row, *, tools: Sequence
             f"{named(row)}: the prompt ends with a message of the assistant, which a conversation with --environment "
             "or --tools does not continue; end it with a message of the user"
         )
-    return write(tokenizer, row, prompt, tools=tools, add_generation_prompt=False)
+    return write(tokenizer, row, prompt, tools=tools or None, add_generation_prompt=False)
 
 
 class Chat:

@@ -1,7 +1,8 @@
 """Files in, checked rows out: parquet or jsonl, in verl's schema for RL.
 
-Mistakes in the data are found before any model is loaded. A file that is missing is a FileNotFoundError, and everything
-else a ValueError, which names the file, the row, the value and the fix, where these exist.
+Mistakes in the data are found before any model is loaded. A file that is missing, or a folder in its place, is a
+FileNotFoundError, and everything else a ValueError, which names the file, the row, the value and the fix, where these
+exist.
 """
 
 import json
@@ -77,10 +78,9 @@ def read_files(files: Paths, check: Callable[[Row, str], Row], *, has_partner: b
     """
     checked: Packed[Row] = Packed()
     for file in as_paths(files):
-        if not file.exists():
-            raise FileNotFoundError(f"{file}: no such data file; check the path, or make it with a script in data/")
         if not file.is_file():
-            raise ValueError(f"{file}: is a folder; name its .parquet or .jsonl files")
+            fix = "check the path, name the files of a folder, or make it with a script in data/"
+            raise FileNotFoundError(f"{file}: no such data file; {fix}")
         first, rows = len(checked), _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
         for i, row in enumerate(progress(f"read {file.name}", rows)):
             place = f"{file}: row {i}"
@@ -178,8 +178,7 @@ def check_only(row: Row, name: str, others: Sequence[str], where: str) -> None:
 
 def _check_rl_row(row: Row, where: str) -> Row:
     check_columns(row, ("prompt", "data_source", "reward_model"), where)
-    if not isinstance(row["data_source"], str) or not row["data_source"]:
-        raise ValueError(f"{where}: data_source is {shown(row['data_source'])}; it must name the data set")
+    check_text(row["data_source"], f"{where}: data_source")
     spec, extra_info = row["reward_model"], row.get("extra_info")
     truth = spec.get("ground_truth") if isinstance(spec, dict) else None
     if truth is None or isinstance(truth, bytes):  # bytes would equal no answer, and every reward would be 0

@@ -66,8 +66,8 @@ class Rendering:
 def prepare(tokenizer: Tokenizer, flags: Texts, day: str | None) -> Tokenizer:
     """The tokenizer, whose chat template gets --apply-chat-template-kwargs and the `day` (ISO format) from now on.
 
-    None stands for today. Raises ValueError, naming the flag, for a text that is not a JSON object, for an argument
-    that is set by this program, and for one that the template does not read.
+    None stands for today. Raises ValueError, naming the flag, for a text that is not a JSON object, and for an argument
+    that the template does not read or that is set by this program.
     """
     flag = f"--apply-chat-template-kwargs {flags.apply_chat_template_kwargs}"
     arguments = None
@@ -76,14 +76,11 @@ def prepare(tokenizer: Tokenizer, flags: Texts, day: str | None) -> Tokenizer:
     if not isinstance(arguments, dict):
         raise ValueError(f"{flag} is not a JSON object; write one such as '{{\"enable_thinking\": false}}'")
     ours = {"messages", "strftime_now", "raise_exception", *inspect.signature(tokenizer.apply_chat_template).parameters}
-    if taken := sorted(ours & arguments.keys()):
-        raise ValueError(f"{flag}: {taken[0]!r} is set by this program; leave it out")
-    read = variables(tokenizer) if arguments else frozenset()
+    read = variables(tokenizer) - ours if arguments else frozenset()
     if unread := sorted(arguments.keys() - read):
-        others = ", ".join(sorted(read - ours)) or "nothing else"
         raise ValueError(
-            f"{flag}: the chat template of {tokenizer.name_or_path!r} does not read {unread[0]!r}, so it would change "
-            f"nothing; leave it out, or correct its name (beside messages, the template reads {others})"
+            f"{flag}: the chat template of {tokenizer.name_or_path!r} does not read {unread[0]!r}, or this program "
+            f"sets it; leave it out, or correct its name (the template also reads {', '.join(sorted(read)) or 'none'})"
         )
     tokenizer.rendering = Rendering(arguments, day or date.today().isoformat(), flags.allow_dropped_text)
     return tokenizer

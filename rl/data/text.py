@@ -17,7 +17,7 @@ import re
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import markupsafe
@@ -48,7 +48,6 @@ def write(
     row: Row,
     messages: list[dict],
     *,
-    tools: Sequence[dict] | None = None,
     field: str = "prompt",
     checked: bool = True,
     last: str | None = None,
@@ -57,10 +56,11 @@ def write(
 ) -> str:
     """The text that the chat template makes of a row's messages and tools. It contains every text of these.
 
-    Args: tools, in the place of the row's own, which are not looked for in the text; field, the column of the messages;
-    last, that of the last message's content, if it is another one; checked, whether dropped text is an error; draw,
-    `render` or `continued`, which gets `how`. Raises ValueError, naming the row and the field, if the template refuses
-    the messages, if it drops text and --allow-dropped-text is not set, or if the vocabulary has no tokens for a text.
+    Args: field, the column of the messages; last, that of the last message's content, if it is another one; checked,
+    whether dropped text is an error; draw, `render` or `continued`, which gets `how`, where `tools` take the place of
+    the row's own and are not looked for in the text. Raises ValueError, naming the row and the field, if the template
+    refuses the messages, if it drops text and --allow-dropped-text is not set, or if the vocabulary has no tokens for a
+    text.
     """
     if tokenizer.chat_template is None:
         raise ValueError(
@@ -70,22 +70,21 @@ def write(
     attachments = attachments_of(tokenizer, row)
     how |= {"chat_template": attachments.chat_template} if attachments.chat_template else {}
 
-    schemas = row.get("tools") if tools is None else tools
     called = {call["function"]["name"] for x in messages for call in x.get("tool_calls") or ()}
 
-    def marked(mark: Mark) -> tuple[list[dict], Sequence[dict] | None]:
-        described = _marked(schemas, "tools", mark, SCHEMA_METADATA) if tools is None else schemas
+    def marked(mark: Mark) -> tuple[list[dict], list[dict] | None]:
         fields = [METADATA | {"name"} if x.get("name") in called else METADATA for x in messages]
-        return [_marked(x, f"{field}[{i}]", mark, fields[i]) for i, x in enumerate(messages)], described
+        said = [_marked(x, f"{field}[{i}]", mark, fields[i]) for i, x in enumerate(messages)]
+        return said, _marked(row.get("tools"), "tools", mark, SCHEMA_METADATA)
 
     def drawn(mark: Mark | None = None) -> str:
-        said, described = marked(mark) if mark else (messages, schemas)
-        said = attachments.in_messages(said)
+        said, tools = marked(mark) if mark else (messages, row.get("tools"))
+        said, more = attachments.in_messages(said), {"tools": tools or None} | how
         try:
-            return draw(tokenizer, said, tools=described or None, **how)
+            return draw(tokenizer, said, **more)
         except FAULTS:
             with contextlib.suppress(*FAULTS):  # DeepSeek-V3's template wants the arguments of calls as JSON
-                return draw(tokenizer, [with_json_arguments(x) for x in said], tools=described or None, **how)
+                return draw(tokenizer, [with_json_arguments(x) for x in said], **more)
             raise
 
     try:
@@ -154,11 +153,12 @@ def _check(tokenizer: Tokenizer, row: Row, text: str, texts: list[Text], shape: 
         check_vocabulary(tokenizer, row, place, attachments.without_places(said))
 
 
-def _marked(value: Any, place: str, mark: Mark, metadata: frozenset[str] | None) -> Any:
+def _marked(value: Any, place: str, mark: Mark, metadata: frozenset[str] | None, has_names: bool = False) -> Any:
     """A copy of messages, tools or data in which mark(place, text) stands for every text that tokens have to contain.
 
     Args: metadata, fields whose texts they need not contain; None for data, such as the arguments of a call, all of
-    whose keys and texts they have to contain.
+    whose keys and texts they have to contain; has_names, whether the keys of this dict are names that they have to
+    contain, as those of the properties of a schema.
     """
     if isinstance(value, str):
         return mark(place, value) if value.strip() else value
@@ -169,15 +169,12 @@ def _marked(value: Any, place: str, mark: Mark, metadata: frozenset[str] | None)
     result = {}
     for key, x in value.items():
         under = f"{place}.{key}"
-        if metadata is None:
-            result[mark(under, key)] = _marked(x, under, mark, None)
+        if metadata is None or has_names:
+            result[mark(under, key)] = _marked(x, under, mark, metadata)
         elif key in metadata:
             result[key] = x
-        elif key == "properties" and isinstance(x, dict):
-            names = ((name, f"{under}.{name}") for name in x)
-            result[key] = {mark(at, name): _marked(x[name], at, mark, metadata) for name, at in names}
         else:
-            result[key] = _marked(x, under, mark, None if key in DATA else metadata)
+            result[key] = _marked(x, under, mark, None if key in DATA else metadata, key == "properties")
     return result
 
 

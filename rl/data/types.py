@@ -224,8 +224,5 @@ def places(batch: Batch, rows: Sequence[int]) -> torch.Tensor:
     return index
 
 
-class Evaluation(NamedTuple):
-    """Metrics of an evaluation, and {prompt, response, score, components} of the responses to show."""
-
-    metrics: dict[str, float]
-    shown: list[dict[str, Any]]
+# Metrics of an evaluation, and {prompt, response, score, components} of the responses to show.
+Evaluation = tuple[dict[str, float], list[dict[str, Any]]]

@@ -27,7 +27,7 @@ def summarize(
     the responses to record. Both are empty if the run was asked to stop meanwhile. All ranks must enter.
     """
     if stop.requested(ranks.group):
-        return Evaluation({}, [])
+        return {}, []
     of_prompts, records, n = [], [], len(own_samples) // max(len(own_rows), 1)
     is_shown = {row["row_index"] for row in shown}
     for i, row in enumerate(own_rows):
@@ -38,7 +38,7 @@ def summarize(
             for s in samples:
                 record = {"prompt": prompt, "response": s.score.text, "score": s.score.value}
                 records.append(record | {"components": s.score.components} | s.record)
-    return Evaluation(mean_by_name(ranks.all_gather(of_prompts)), ranks.all_gather(records))
+    return mean_by_name(ranks.all_gather(of_prompts)), ranks.all_gather(records)
 
 
 def of_prompt(source: str, scores: Sequence[Score], lengths: Sequence[int]) -> dict[str, float]:

@@ -142,7 +142,7 @@ def test_invalid_utf8_names_the_row(tmp_path):
 def test_missing_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.parquet: no such data file"):
         read_rows(tmp_path / "nowhere.parquet")
-    with pytest.raises(ValueError, match="is a folder"):
+    with pytest.raises(FileNotFoundError, match="no such data file; .* name the files of a folder"):
         read_rows(tmp_path)
     with pytest.raises(ValueError, match="no data file given"):
         read_rows([])

@@ -652,9 +652,12 @@ def test_arguments_reach_every_rendering():
     [
         ("{", "is not a JSON object; write one such as"),
         ("[1]", "is not a JSON object"),
-        ('{"tokenize": true}', "'tokenize' is set by this program; leave it out"),
-        ('{"add_generation_prompt": false}', "'add_generation_prompt' is set by this program"),
-        ('{"messages": []}', "'messages' is set by this program"),
+        ('{"tokenize": true}', "does not read 'tokenize', or this program sets it; leave it out"),
+        (
+            '{"add_generation_prompt": false}',
+            "does not read 'add_generation_prompt', or this program sets it; .* also reads enable_thinking\\)",
+        ),
+        ('{"messages": []}', "does not read 'messages', or this program sets it"),
         ('{"enable_thinkin": false}', "does not read 'enable_thinkin', .*reads enable_thinking"),
         ('{"date_string": "x"}', "does not read 'date_string'"),
     ],

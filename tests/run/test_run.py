@@ -18,7 +18,6 @@ from transformers import AutoTokenizer
 import sft
 from rl import stop
 from rl.data.batching import Update
-from rl.data.types import Evaluation
 from rl.flags import build
 from rl.model import load as models
 from rl.model import sharding
@@ -364,7 +363,7 @@ def test_a_run_whose_folder_was_deleted_or_taken_ends_and_writes_nothing_there(s
             elif call == "log_step":
                 run.log_step({"train/loss": 1.0}, tokens=1)
             else:
-                run.evaluate_if_due(lambda: Evaluation({"val/loss": 3.0}, []))
+                run.evaluate_if_due(lambda: ({"val/loss": 3.0}, []))
         said = str(error.value)
     assert f"{root} was deleted or replaced while this run used it" in said and "--experiment-name" in said
     run.folder.write_status("running", 2)
@@ -407,7 +406,7 @@ def test_alarms_are_heard_with_any_logger_and_one_that_names_no_metric_is_told_o
         update()
         run.log_step({"train/loss": 0.5 + step}, tokens=1)  # a progress line needs no other metric
         run.step = step + 1
-        run.evaluate_if_due(lambda: Evaluation({"val/loss": 3.0}, []))
+        run.evaluate_if_due(lambda: ({"val/loss": 3.0}, []))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("ALARM", "--alarms"))]
     assert lines == [
         "--alarms train/los>1: step 1 has no metric 'train/los', so it raises no alarm; did you mean train/loss?",
