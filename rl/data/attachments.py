@@ -33,9 +33,6 @@ class Attachments:
         return ids, mask
 
 
-NOTHING = Attachments()
-
-
 def attachments_of(tokenizer: Any, row: Mapping[str, Any]) -> Attachments:
     """The attachments of a row. Raises ValueError, naming the row, if the tokenizer's model cannot read them."""
-    return images.of_row(tokenizer, row) or NOTHING
+    return images.of_row(tokenizer, row) or Attachments()

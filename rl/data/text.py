@@ -68,8 +68,6 @@ def write(
             "template; use an instruction-tuned --model, add a chat_template to it, or make the prompt a string"
         )
     attachments = attachments_of(tokenizer, row)
-    how |= {"chat_template": attachments.chat_template} if attachments.chat_template else {}
-
     called = {call["function"]["name"] for x in messages for call in x.get("tool_calls") or ()}
 
     def marked(mark: Mark) -> tuple[list[dict], list[dict] | None]:
@@ -79,7 +77,8 @@ def write(
 
     def drawn(mark: Mark | None = None) -> str:
         said, tools = marked(mark) if mark else (messages, row.get("tools"))
-        said, more = attachments.in_messages(said), {"tools": tools or None} | how
+        said = attachments.in_messages(said)
+        more = {"tools": tools or None, "chat_template": attachments.chat_template} | how
         try:
             return draw(tokenizer, said, **more)
         except FAULTS:

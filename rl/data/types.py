@@ -160,9 +160,12 @@ class Sample:
 
     def without_tokens(self) -> "Sample":
         """What ranks know of it that do not have the tokens."""
-        score, outcome = self.score and self.score._replace(text=""), self.outcome and self.outcome.for_other_ranks()
-        none = dict.fromkeys(self.tokens()) | {"columns": {}}
-        return replace(self, **none, score=score, outcome=outcome)
+        return replace(self, **dict.fromkeys(self.tokens()) | {"columns": {}})
+
+    def without_texts(self) -> "Sample":
+        """The sample with its score, without the texts that only scoring and logs need."""
+        outcome = self.outcome and self.outcome.for_other_ranks()
+        return replace(self, score=self.score._replace(text=""), outcome=outcome)
 
 
 @dataclass(frozen=True)

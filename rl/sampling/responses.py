@@ -19,21 +19,16 @@ def gather_responses(own_samples: Sequence[Sample], rows: Sequence[dict], ranks:
     """
     sources = {row["row_index"]: row.get("data_source", "") for row in rows}
     prompts = {row["row_index"]: np.asarray(row["prompt_ids"], np.int32) for row in rows}
-    own = []
-    for number, s in enumerate(own_samples):
+    me, own = ranks.data_rank, []
+    for number, s in enumerate(x.without_texts() for x in own_samples):
         shared, above = 0, own_samples[number - 1] if number else None
         if above is not None and above.row_index == s.row_index:
             shared = len(s.prompt_ids) + common_prefix(above.response_ids, s.response_ids)
-        own.append(replace(s, data_source=sources[s.row_index], rank=ranks.data_rank, number=number, shared=shared))
+        own.append(replace(s, data_source=sources[s.row_index], rank=me, number=number, shared=shared))
     # Every rank has the prompts from the data, so they are not sent.
     # pyrefly: ignore[bad-argument-type]  # they are put back below
     everyone = ranks.all_gather(replace(s.without_tokens(), prompt_ids=None) for s in own)
-    return [
-        replace(own[s.number], score=s.score, outcome=s.outcome)
-        if s.rank == ranks.data_rank
-        else replace(s, prompt_ids=prompts[s.row_index])
-        for s in everyone
-    ]
+    return [own[s.number] if s.rank == me else replace(s, prompt_ids=prompts[s.row_index]) for s in everyone]
 
 
 def scores_of(responses: Sequence[Sample]) -> torch.Tensor:
