@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3067,
+    "core": 3049,
     "wall": 1619,
-    "import train_grpo": 4018,
-    "import sft": 2449,
-    "import eval": 1355,
+    "import train_grpo": 4001,
+    "import sft": 2445,
+    "import eval": 1343,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
