@@ -16,7 +16,6 @@ text. Args itself may have `text_only` too.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
@@ -38,8 +37,8 @@ class Needs:
         self.names = names
 
 
-NUMBER = Limit("a number", lambda x: not math.isnan(x))
-SIZE = Limit("0, or between 1e-12 and 1e12 in size", lambda x: x == 0 or 1e-12 <= abs(x) <= 1e12)  # of every number
+# Of every number. As of every limit, NaN is beyond it: no comparison with NaN holds.
+SIZE = Limit("0, or between 1e-12 and 1e12 in size", lambda x: x == 0 or 1e-12 <= abs(x) <= 1e12)
 TEXT = Limit(  # of every text, and so of every path
     "a text without control characters and without names of over 255 bytes",
     lambda x: x.strip() and x.isprintable() and max(len(name.encode()) for name in x.split("/")) <= 255,
@@ -111,7 +110,7 @@ def check_limits(args: Any) -> None:
     """
     values, defaults = flat(args), flat(type(args)())
     for name, given, hint in _each(args):
-        limits = [NUMBER, TEXT, *(note for note in _notes(hint) if isinstance(note, Limit)), SIZE]
+        limits = [TEXT, *(note for note in _notes(hint) if isinstance(note, Limit)), SIZE]
         for value in given if isinstance(given, tuple) else (given,):
             kind = float if type(value) is int else type(value)
             for limit in limits:

@@ -86,7 +86,6 @@ class Scorer:
         self.total = 0  # tasks ever submitted
         # Of each sample that was not collected: its row, the task that scores it, and its place in what that returns.
         self.submitted: dict[Sample, tuple[Row, AsyncResult, int]] = {}
-        self.partner = partner
         self.judges: Sequence[Judge] = ()  # change what the functions gave; they have to be loaded before `collect`
         # A worker ends with the thread that has started it, so `close` ends the threads. These are daemons: the threads
         # of an executor would be waited for when a trainer fails.
@@ -101,7 +100,8 @@ class Scorer:
             self.close()
             raise ValueError(f"--custom-reward-function {' '.join(functions)} cannot be loaded: {problems[0]}")
         self.batched = self.idle[0].loaded["batched"]
-        self.report, self.components = try_functions(self, rows)  # of each data source, names of parts of its scores
+        # components: of each data source, the names of the parts of its scores
+        self.report, self.components = try_functions(self, rows, partner)
         self.judges = judges
 
     def submit(self, row: Row, samples: Sequence[Sample]) -> None:

@@ -15,13 +15,14 @@ REFERENCE = "the reference answer"
 ANSWER_FORMS = ("...", r"\boxed{...}", "Answer: ...", "#### ...", "<answer>...</answer>")
 
 
-def try_functions(scorer: Any, rows: Iterable[Row]) -> tuple[str, dict[str, set[str]]]:
+def try_functions(scorer: Any, rows: Iterable[Row], partner: Any = None) -> tuple[str, dict[str, set[str]]]:
     """Score an empty response and the reference answer of the first row of every data source, and of its first row
     without a ground truth. A ground truth that may be an answer is tried in ANSWER_FORMS too.
 
-    Args: scorer, a `Scorer` without judges. Returns: the scores in words, and the names of the components of scores by
-    data source. Raises ValueError if an empty response or the reference answer cannot be scored: wrong columns, a
-    missing package, a sandbox that cannot be built.
+    Args: scorer, a `Scorer` without judges; partner, of the policy, if there is one, which says what it would make of
+    these texts. Returns: the scores in words, and the names of the components of scores by data source. Raises
+    ValueError if an empty response or the reference answer cannot be scored: wrong columns, a missing package, a
+    sandbox that cannot be built.
     """
     if not scorer.functions:
         return "rewards: no function", {}
@@ -32,7 +33,7 @@ def try_functions(scorer: Any, rows: Iterable[Row]) -> tuple[str, dict[str, set[
     lines, components = {}, {}  # by data source
     for (source, which), row in first.items():
         texts = {} if no_ground_truth(row) else _right_responses(row)
-        empty, *scores = _scores(scorer, row, ["", *texts.values()])
+        empty, *scores = _scores(scorer, row, ["", *texts.values()], partner)
         for score in (empty, *scores[:1]):
             components.setdefault(source, set()).update(score.components)
             if score.status in FAILED:
@@ -65,12 +66,12 @@ def _right_responses(row: Row) -> dict[str, str]:
     return {f"the ground truth as {x}".removesuffix(" as ..."): x.replace("...", str(truth)) for x in forms}
 
 
-def _scores(scorer: Any, row: Row, texts: Sequence[str]) -> list[Score]:
+def _scores(scorer: Any, row: Row, texts: Sequence[str], partner: Any) -> list[Score]:
     """The scores of responses to a row."""
     samples = []
     for text in texts:
         ids = scorer.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-        outcome = scorer.partner.outcome_of(text) if scorer.partner else None
+        outcome = partner.outcome_of(text) if partner else None
         tokens = np.array(ids), np.ones(len(ids)), np.zeros(len(ids))  # with mask and log-probs
         samples.append(Sample(np.array([]), *tokens, "stop", 0, outcome))
     scorer.submit(row, samples)

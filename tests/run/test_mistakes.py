@@ -37,7 +37,7 @@ def named(monkeypatch):
 
 def test_a_mistake_is_one_sentence(capsys, tmp_path):
     nan = lambda: check_limits(build(train_grpo.Args, lr=math.nan))  # noqa: E731
-    assert ended_by(nan, capsys) == "train_grpo.py: error: --lr nan must be a number\n"
+    assert ended_by(nan, capsys) == "train_grpo.py: error: --lr nan must be at least 0 and at most 1e6\n"
     said = ended_by(lambda: read_rows(tmp_path / "x.parquet"), capsys)  # a FileNotFoundError
     assert said.startswith(f"train_grpo.py: error: {tmp_path}/x.parquet: no such data file;") and said.count("\n") == 1
     said = ended_by(no_folder(tmp_path), capsys)  # an OSError
@@ -78,7 +78,7 @@ def test_after_the_first_step_has_begun_every_error_shows_its_traceback(capsys):
         said = ended_by(lambda: check_limits(build(train_grpo.Args, lr=math.nan)), capsys)
     finally:
         stop.end()
-    assert said.startswith("Traceback") and said.endswith("ValueError: --lr nan must be a number\n")
+    assert said.startswith("Traceback") and said.endswith("ValueError: --lr nan must be at least 0 and at most 1e6\n")
 
 
 def test_other_ranks_wait_until_the_first_one_has_spoken(capsys, monkeypatch, tmp_path):
@@ -102,7 +102,7 @@ def torchrun(*flags):
 def test_under_torchrun_one_rank_says_it_and_torchrun_repeats_it():
     output, status = torchrun("--ppo-mini-batch-size", 9, "--train-batch-size", 8, "--lr", "nan")
     before, _, report = output.partition("failed (exitcode: 1)")
-    sentence = "train_grpo.py: error: --lr nan must be a number"
+    sentence = "train_grpo.py: error: --lr nan must be at least 0 and at most 1e6"
     assert status == 1 and before.count(sentence) == 1 and report.count(sentence) == 1
     assert "ValueError" not in output and "/rl/" not in output  # only torchrun's own traceback
     assert sentence in report.splitlines()[-2]  # the last line that says anything

@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3049,
+    "core": 3046,
     "wall": 1619,
-    "import train_grpo": 4001,
-    "import sft": 2445,
-    "import eval": 1343,
+    "import train_grpo": 3998,
+    "import sft": 2443,
+    "import eval": 1340,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,

@@ -1208,7 +1208,7 @@ def test_unknown_values_name_the_flag(name, words, capsys):
         (sft, dict(max_ckpt_to_keep=0), "--max-ckpt-to-keep 0 must be at least 1"),
         (sft, dict(max_length=400), "--max-length = 400 tokens, but"),
         (train_grpo, dict(grad_clip=0.0), "--grad-clip 0.0 must be positive"),
-        (train_grpo, dict(kl_loss_coef=float("nan")), "--kl-loss-coef nan must be a number"),
+        (train_grpo, dict(kl_loss_coef=float("nan")), "--kl-loss-coef nan must be at least 0"),
         (train_grpo_variants, dict(loss_scale_factor=0.0), "--loss-scale-factor 0.0 must be positive"),
         (train_grpo, dict(stall_timeout=math.inf), "--stall-timeout inf must be positive and at most 1e9"),
         (sft, dict(lr=-1e-5), "--lr -1e-05 must be at least 0"),
