@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import numpy as np
-
 from rl.data.attachments import attachments_of
 from rl.data.flags import Data
 from rl.data.packed import Lazy, Reader, derive
@@ -65,12 +63,12 @@ def encode_prompts(
     """
     overlong: list[tuple[int, str]] = []  # how many tokens too long prompts have, and where they are
 
-    def encode(chunk: list[Row]) -> Iterator[bytes | None]:
-        """The ids of each row as int32, and None for a row over the limit."""
+    def encode(chunk: list[Row]) -> Iterator[list[int] | None]:
+        """The ids of each row, and None for a row over the limit."""
         for row, ids in zip(chunk, prompt_ids(tokenizer, chunk, max_prompt_length, text_of), strict=True):
             if is_long := len(ids) > max_prompt_length:
                 overlong.append((len(ids), named(row)))
-            yield None if is_long else np.array(ids, np.int32).tobytes()
+            yield None if is_long else ids
 
     encoded = derive(rows, encode, "tokenize")
     if overlong and (not filter_overlong_prompts or not encoded):
@@ -80,14 +78,11 @@ def encode_prompts(
             f"--max-prompt-length {max_prompt_length} (so have {len(overlong)} of {len(rows)} rows, up to "
             f"{max(overlong)[0]}); raise it{fix}"
         )
-    return Lazy(encoded.places, lambda i: rows[i] | {"prompt_ids": np.frombuffer(encoded.get(i), np.int32).tolist()})
+    return Lazy(encoded.places, lambda i: rows[i] | {"prompt_ids": encoded.get(i)})
 
 
 def prompt_ids(
-    tokenizer: Tokenizer,
-    rows: Sequence[Row],
-    limit: int,
-    text_of: Callable[..., str] | None = None,
+    tokenizer: Tokenizer, rows: Sequence[Row], limit: int, text_of: Callable[..., str] | None = None
 ) -> list[list[int]]:
     """The ids of prompts. Of one that has far more than `limit` tokens they are those of its beginning. Args: text_of,
     see `encode_prompts`.

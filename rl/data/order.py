@@ -7,12 +7,6 @@ import numpy as np
 from rl.data.types import Row
 
 
-def permutation(n: int, *, seed: int, epoch: int) -> list[int]:
-    """The order of `n` rows in an epoch (from 0): a shuffle of 0..n-1 that is a pure function of its arguments."""
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
-    return generator.permutation(n).tolist()
-
-
 def prompts_for_step(rows: Sequence[Row], step: int, n: int, seed: int) -> list[Row]:
     """The `n` rows that training step `step` (from 0) uses: a pure function of (seed, step).
 
@@ -21,8 +15,8 @@ def prompts_for_step(rows: Sequence[Row], step: int, n: int, seed: int) -> list[
     n that is more than there are rows.
     """
     epoch, batch = divmod(step, len(rows) // n)
-    order = permutation(len(rows), seed=seed, epoch=epoch)
-    return [rows[i] for i in order[batch * n : (batch + 1) * n]]
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
+    return [rows[i] for i in generator.permutation(len(rows))[batch * n : (batch + 1) * n].tolist()]
 
 
 def derive_seed(*numbers: int) -> int:

@@ -7,12 +7,10 @@ exist.
 
 import json
 import os
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -58,7 +56,7 @@ def read_rows(files: Paths, *, needs_truth: bool = False, has_partner: bool = Fa
     if os.environ.get("RANK", "0") == "0":
         shown_rows = ", ".join([named(rows[i]) for i in empty[:10]] + ["..."] * (len(empty) > 10))
         say(f"{len(empty)} of {len(rows)} rows left out, since their ground_truth is empty: {shown_rows}")
-    return Lazy(array("q", np.setdiff1d(range(len(rows)), empty)), rows.get)
+    return Lazy(sorted({*range(len(rows))} - {*empty}), rows.get)
 
 
 def no_ground_truth(row: Row) -> bool:

@@ -105,11 +105,9 @@ def start_of(tokenizer: Tokenizer, text: str, limit: int) -> str:
     Far more, since the last tokens of a beginning may be others than in the whole text, where a word goes on.
     """
     size = 8 * limit + 4096
-    while size < len(text):
-        if len(tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > _far_over(limit):
-            return text[:size]
+    while size < len(text) and len(tokenizer(text[:size], add_special_tokens=False)["input_ids"]) <= _far_over(limit):
         size *= 2
-    return text
+    return text[:size]
 
 
 def _far_over(limit: int) -> int:
