@@ -71,9 +71,9 @@ def write(
     called = {call["function"]["name"] for x in messages for call in x.get("tool_calls") or ()}
 
     def marked(mark: Mark) -> tuple[list[dict], list[dict] | None]:
+        tools = _marked(row.get("tools"), "tools", mark, SCHEMA_METADATA)  # first, as templates write them
         fields = [METADATA | {"name"} if x.get("name") in called else METADATA for x in messages]
-        said = [_marked(x, f"{field}[{i}]", mark, fields[i]) for i, x in enumerate(messages)]
-        return said, _marked(row.get("tools"), "tools", mark, SCHEMA_METADATA)
+        return [_marked(x, f"{field}[{i}]", mark, fields[i]) for i, x in enumerate(messages)], tools
 
     def drawn(mark: Mark | None = None) -> str:
         said, tools = marked(mark) if mark else (messages, row.get("tools"))
