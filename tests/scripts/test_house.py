@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3046,
+    "core": 3035,
     "wall": 1619,
-    "import train_grpo": 3998,
-    "import sft": 2443,
-    "import eval": 1340,
+    "import train_grpo": 3987,
+    "import sft": 2440,
+    "import eval": 1329,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
