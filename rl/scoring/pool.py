@@ -118,17 +118,14 @@ class Scorer:
         Prints the first failure.
 
         If the run was asked to stop, no sample has a score: call `run.may_stop_after` then. With judges all ranks
-        must enter. Raises RuntimeError if the pool itself has failed, and KeyError for a sample that is collected twice
-        or was submitted to another scorer.
+        must enter. Raises what has failed in the pool itself, and KeyError for a sample that is collected twice or was
+        submitted to another scorer.
         """
         submitted = [self.submitted.pop(sample) for sample in samples]
         tasks = list(dict.fromkeys(task for _, task, _ in submitted))
         while (waiting := [task for task in tasks if not task.ready()]) and not stop.requested():
             waiting[0].wait(timeout=0.2)
-        try:
-            results = [] if waiting else [task.get() for task in tasks]
-        except Exception as error:
-            raise RuntimeError("the pool of reward processes failed") from error
+        results = [] if waiting else [task.get() for task in tasks]
         if problems := [problem for _, problem in results if problem]:
             say(f"reward: {len(problems)} problem(s), the first: {problems[0]}", sys.stderr)
         unknown = Score("", None, {}, "none", 0.0)  # of all samples, if the run was asked to stop

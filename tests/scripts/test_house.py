@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3035,
+    "core": 3032,
     "wall": 1619,
-    "import train_grpo": 3987,
+    "import train_grpo": 3984,
     "import sft": 2440,
-    "import eval": 1329,
+    "import eval": 1326,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
