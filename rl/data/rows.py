@@ -50,8 +50,8 @@ def read_rows(files: Paths, *, needs_truth: bool = False, has_partner: bool = Fa
         return rows
     if len(empty) == len(rows):
         raise ValueError(
-            f"{', '.join(map(str, as_paths(files)))}: reward_model.ground_truth is empty in every row; fill it in, or "
-            "give a --custom-reward-function that does without"
+            f"{named(rows[0])}: reward_model.ground_truth is empty, as it is in every row; fill it in, or give a "
+            "--custom-reward-function that does without"
         )
     if os.environ.get("RANK", "0") == "0":
         shown_rows = ", ".join([named(rows[i]) for i in empty[:10]] + ["..."] * (len(empty) > 10))
@@ -65,17 +65,12 @@ def no_ground_truth(row: Row) -> bool:
     return truth in ([], {}) or isinstance(truth, str) and not truth.strip()
 
 
-def as_paths(files: Paths) -> list[Path]:
-    """One file or several, as a list."""
-    return [Path(file) for file in ([files] if isinstance(files, (str, os.PathLike)) else files)]
-
-
 def read_files(files: Paths, check: Callable[[Row, str], Row], *, has_partner: bool = False) -> Lazy[Row]:
     """The rows of all files. `check` gets a row and its place, "file: row 3"; it returns the row to keep, or raises.
     For what else is returned and raised see `read_rows`.
     """
     checked: Packed[Row] = Packed()
-    for file in as_paths(files):
+    for file in map(Path, [files] if isinstance(files, (str, os.PathLike)) else files):
         if not file.is_file():
             fix = "check the path, name the files of a folder, or make it with a script in data/"
             raise FileNotFoundError(f"{file}: no such data file; {fix}")

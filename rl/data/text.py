@@ -95,6 +95,8 @@ def write(
         texts: list[Text] = []
         shape = marked(lambda place, said: texts.append((renamed.get(place, place), said)) or "")
         _check(tokenizer, row, text, texts, repr(shape), drawn)
+        for place, said in texts:
+            check_vocabulary(tokenizer, row, place, attachments.without_places(said))
     return attachments.in_text(text)
 
 
@@ -145,9 +147,6 @@ def _check(tokenizer: Tokenizer, row: Row, text: str, texts: list[Text], shape: 
             )
         if around and len(whole) < MOST_SHAPES:
             whole.add(key)
-    attachments = attachments_of(tokenizer, row)
-    for place, said in texts:
-        check_vocabulary(tokenizer, row, place, attachments.without_places(said))
 
 
 def _marked(value: Any, place: str, mark: Mark, metadata: frozenset[str] | None, has_names: bool = False) -> Any:

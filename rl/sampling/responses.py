@@ -25,8 +25,7 @@ def gather_responses(own_samples: Sequence[Sample], rows: Sequence[dict], ranks:
         if above is not None and above.row_index == s.row_index:
             shared = len(s.prompt_ids) + common_prefix(above.response_ids, s.response_ids)
         own.append(replace(s, data_source=sources[s.row_index], rank=me, number=number, shared=shared))
-    # Every rank has the prompts from the data, so they are not sent.
-    # pyrefly: ignore[bad-argument-type]  # they are put back below
+    # Every rank has the prompts from the data, so they are not sent. They are put back below.
     everyone = ranks.all_gather(replace(s.without_tokens(), prompt_ids=None) for s in own)
     return [own[s.number] if s.rank == me else replace(s, prompt_ids=prompts[s.row_index]) for s in everyone]
 
