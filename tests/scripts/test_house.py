@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3032,
+    "core": 3029,
     "wall": 1619,
-    "import train_grpo": 3984,
+    "import train_grpo": 3981,
     "import sft": 2440,
-    "import eval": 1326,
+    "import eval": 1323,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
