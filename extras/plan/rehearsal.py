@@ -38,7 +38,7 @@ def rehearse(
     visiting: nn.Module | None = None,
 ) -> tuple[Any, str]:
     """Take the first of `ways` that fits, after forward and backward of the largest micro-batch that it can have;
-    nothing is learned. Two small micro-batches tell beforehand whether a large one fits. All ranks must enter.
+    nothing is learned. Small micro-batches tell beforehand whether a large one fits. All ranks must enter.
 
     The engine must be asleep, and what else stays on the device, such as a reference, must be there. Weights stay where
     they are. A way that recomputes more changes the models; moments are left to the caller.
@@ -56,7 +56,10 @@ def rehearse(
     )
     total = -_largest(-torch.cuda.mem_get_info(ranks.device)[1], ranks)
     small, peaks = 0, []
-    for way in (options := [x for x in ways if x.param_offload == first.param_offload]):
+    options = [x for x in ways if x.param_offload == first.param_offload]
+    # A pass takes minutes if all weights and gradients cross the bus in it. One rank may just try the large one.
+    tries_small = len(options) > 1 and not (first.param_offload and ranks.size == 1)
+    for way in options:
         if way.activation_checkpointing != taken.activation_checkpointing:
             if taken.activation_checkpointing == "full":
                 continue  # what is recomputed once stays so
@@ -64,7 +67,7 @@ def rehearse(
                 recompute_layers(model)
             peaks = []
         taken, tokens = way, max(budget_of(way)[1], max_length)
-        if len(options) > 1:
+        if tries_small:
             if not peaks:  # none of these passes may be larger than what is tried
                 small = max(1, min(max(max_length, FIRST), tokens // 2))
                 peaks = [peak(n, min(max_length, small)) for n in (small, small, 2 * small)][1:]  # the first warms up
@@ -151,7 +154,8 @@ def _peak(policy: nn.Module, tokens: int, max_length: int, *, ranks: Ranks) -> f
     batch = largest_micro_batch(tokens, max_length, policy.config.get_text_config().vocab_size)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(ranks.device)
-    for parameter in policy.parameters():  # from the second micro-batch on, a step's gradients are there
+    # From the second micro-batch on, a step's gradients are there, which take memory unless they are on the host.
+    for parameter in () if getattr(policy, "stays_on_host", False) else policy.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()  # counts what a sleeping engine has given back, so only differences tell

@@ -302,6 +302,19 @@ def test_the_only_way_is_tried_at_once(monkeypatch, world):
     assert seen.rehearse(WAYS[0]) == (0, seen.rehearse(WAYS[0])[1]) and [n for n, _ in seen.passes] == [100, 100]
 
 
+def test_with_weights_on_the_host_the_large_micro_batch_is_tried_at_once(monkeypatch, world):
+    """Each pass moves all weights and gradients over the bus, which takes minutes for a 14B."""
+    away = dict(param_offload=True)
+    seen = Planned(monkeypatch, world, 10**6)
+    seen.model.stays_on_host = True
+    assert seen.rehearse((100, away), (60, away))[0] == 0 and [n for n, _ in seen.passes] == [100]
+    seen.most = 99
+    assert seen.rehearse((100, away), (60, away))[0] == 1 and [n for n, _ in seen.passes] == [100, 60]
+    # The other one of two ranks would wait in the middle of a pass that does not fit.
+    seen.most, seen.ranks = 10**6, replace(seen.ranks, size=2)
+    assert seen.rehearse((100, away), (60, away))[0] == 0 and [n for n, _ in seen.passes][2:] == [20, 20, 40, 100]
+
+
 def keep(seen, x):
     seen.append(x.numel())
     return x
