@@ -1,10 +1,11 @@
 """The reward functions are tried on a few rows before a model is loaded, and the scores are printed."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from rl.data.rows import Row, no_ground_truth
 from rl.data.types import Sample, Score
@@ -33,7 +34,9 @@ def try_functions(scorer: Any, rows: Iterable[Row], partner: Any = None) -> tupl
     lines, components = {}, {}  # by data source
     for (source, which), row in first.items():
         texts = {} if no_ground_truth(row) else _right_responses(row)
-        empty, *scores = _scores(scorer, row, ["", *texts.values()], partner)
+        samples = [_sample(text, scorer.tokenizer, partner) for text in ("", *texts.values())]
+        scorer.submit(row, samples)
+        empty, *scores = [sample.score for sample in scorer.collect(samples)]
         for score in (empty, *scores[:1]):
             components.setdefault(source, set()).update(score.components)
             if score.status in FAILED:
@@ -66,16 +69,11 @@ def _right_responses(row: Row) -> dict[str, str]:
     return {f"the ground truth as {x}".removesuffix(" as ..."): x.replace("...", str(truth)) for x in forms}
 
 
-def _scores(scorer: Any, row: Row, texts: Sequence[str], partner: Any) -> list[Score]:
-    """The scores of responses to a row."""
-    samples = []
-    for text in texts:
-        ids = scorer.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-        outcome = partner.outcome_of(text) if partner else None
-        tokens = np.array(ids), np.ones(len(ids)), np.zeros(len(ids))  # with mask and log-probs
-        samples.append(Sample(np.array([]), *tokens, "stop", 0, outcome))
-    scorer.submit(row, samples)
-    return [sample.score for sample in scorer.collect(samples)]
+def _sample(text: str, tokenizer: PreTrainedTokenizerBase, partner: Any) -> Sample:
+    """A response of the policy that is this text."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokens = np.array(ids), np.ones(len(ids)), np.zeros(len(ids))  # with mask and log-probs
+    return Sample(np.array([]), *tokens, "stop", 0, partner.outcome_of(text) if partner else None)
 
 
 def _value(score: Score) -> float:

@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3029,
+    "core": 3027,
     "wall": 1619,
-    "import train_grpo": 3981,
+    "import train_grpo": 3979,
     "import sft": 2440,
-    "import eval": 1323,
+    "import eval": 1321,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
