@@ -265,7 +265,8 @@ def speed(args: Speed) -> list[dict[str, Any]]:
     LoRA(lora_rank=args.lora_rank).apply(model, path="", seed=0, ranks=ranks)
     compiles = args.compile and ranks.device.type == "cuda"
     memory = sharding.Memory(activation_checkpointing=args.checkpointing, compile=compiles)
-    model = models.tested(sharding.shard(model, ranks, memory), ranks, longest=args.longest)
+    model = sharding.shard(model, ranks, memory)
+    models.choose_forward(model, ranks, longest=args.longest)
     chosen = model.packed.way
     spread = torch.linspace(args.shortest, args.longest, args.rows).long() - 1
     order = torch.randperm(args.rows, generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
@@ -44,7 +44,7 @@ def load_model(
 
     Args: learning, what of the model learns, None for nothing; kind, what it is read as; longest, tokens of the longest
     sequence; seed, of new weights; flag, that has named the model, or its role. Raises ValueError as `load_pretrained`,
-    `Learning.check_model` or `tested`.
+    `Learning.check_model`, `choose_forward` or `Family.tested`.
     """
     if learning is not None:
         learning.check_model(path, kind.class_of(path), flag=flag)
@@ -56,13 +56,8 @@ def load_model(
         learning.apply(model, path=path, seed=seed, ranks=ranks)
     model = shard(model, ranks, replace(memory, compile=memory.compile and ranks.device.type == "cuda"))
     started(f"{flag} on the device")
-    return tested(model, ranks, longest=longest, flag=flag)
-
-
-def tested(model: nn.Module, ranks: Ranks, *, longest: int | None = None, flag: str = "--model") -> nn.Module:
-    """A sharded model that runs as `choose_forward` says. Raises ValueError as that, or as `Family.tested`."""
     with contextlib.ExitStack() as tests:
-        for x in model.packed.families:  # pyrefly: ignore[missing-attribute]  # it has been made ready
+        for x in model.packed.families:
             tests.enter_context(x.tested(flag))
         choose_forward(model, ranks, longest=longest, flag=flag)
     started(f"{flag} tested")

@@ -1,7 +1,7 @@
 """From rows to groups of samples: `sample_groups`."""
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -63,14 +63,13 @@ def sample_groups(
     """
     ways = [sampling] * len(rows) if isinstance(sampling, Sampling) else sampling
     loop, groups = Loop(engine, partner, seed=seed), {}  # groups: of the rows that are answered, by their places
-    row_of: dict[Hashable, dict] = dict(enumerate(rows))
     with seeded(seed, engine.device):
         for i, (row, way) in enumerate(zip(rows, ways, strict=True)):
             loop.start(i, row, way)
         for i, samples in progress("generate", loop.run(), total=len(rows)):
             groups[i] = samples
             if on_group is not None:
-                on_group(row_of[i], samples)
+                on_group(rows[i], samples)
         if loop.is_open():  # the run was asked to stop
             loop.abandon()
     return [sample for i in range(len(rows)) for sample in groups.get(i, ())]
