@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3027,
+    "core": 3024,
     "wall": 1619,
-    "import train_grpo": 3979,
-    "import sft": 2440,
-    "import eval": 1321,
+    "import train_grpo": 3976,
+    "import sft": 2438,
+    "import eval": 1320,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
