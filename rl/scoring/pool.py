@@ -79,10 +79,10 @@ class Scorer:
     ):
         if flags.allow_unsafe_code_execution:
             os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox, in the workers
+        setup = parse_functions(functions), flags.reward_timeout, flags.reward_memory_mb
         own_cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.num_workers = flags.reward_workers or min(max(own_cores, 1), 16)
         self.tokenizer, self.timeout_s, self.extra_info = tokenizer, flags.reward_timeout, extra_info
-        self.functions = parse_functions(functions)
         self.total = 0  # tasks ever submitted
         # Of each sample that was not collected: its row, the task that scores it, and its place in what that returns.
         self.submitted: dict[Sample, tuple[Row, AsyncResult, int]] = {}
@@ -90,7 +90,6 @@ class Scorer:
         # A worker ends with the thread that has started it, so `close` ends the threads. These are daemons: the threads
         # of an executor would be waited for when a trainer fails.
         self.threads = ThreadPool(self.num_workers)
-        setup = self.functions, flags.reward_timeout, flags.reward_memory_mb
         try:
             self.idle = self.threads.starmap(Worker, [setup] * self.num_workers)  # workers without a task
         except OSError as error:
@@ -101,7 +100,7 @@ class Scorer:
             raise ValueError(f"--custom-reward-function {' '.join(functions)} cannot be loaded: {problems[0]}")
         self.batched = self.idle[0].loaded["batched"]
         # components: of each data source, the names of the parts of its scores
-        self.report, self.components = try_functions(self, rows, partner)
+        self.report, self.components = try_functions(self, rows if functions else (), partner)
         self.judges = judges
 
     def submit(self, row: Row, samples: Sequence[Sample]) -> None:

@@ -25,8 +25,6 @@ def try_functions(scorer: Any, rows: Iterable[Row], partner: Any = None) -> tupl
     ValueError if an empty response or the reference answer cannot be scored: wrong columns, a missing package, a
     sandbox that cannot be built.
     """
-    if not scorer.functions:
-        return "rewards: no function", {}
     first: dict[tuple[str, str], Row] = {}  # by data source, with a ground truth and without
     for row in rows:
         which = "first row with an empty ground_truth" if no_ground_truth(row) else "first row"
@@ -53,7 +51,7 @@ def try_functions(scorer: Any, rows: Iterable[Row], partner: Any = None) -> tupl
                 what = "the ground truth, in every form tried,"
             line = f"{what} scores {_show(score)}, an empty one {_show(empty)}"
         lines.setdefault(source, f"{source}: {line}")
-    return f"rewards: {'; '.join(lines.values()) or 'nothing to score'}", components
+    return f"rewards: {'; '.join(lines.values()) or 'nothing for functions to score'}", components
 
 
 def _right_responses(row: Row) -> dict[str, str]:

@@ -354,7 +354,9 @@ def test_the_score_is_the_weighted_sum_and_every_part_is_a_component(pool, write
 
 
 def test_without_functions_every_score_is_zero(pool):
-    assert [s[1:4] for s in score(pool(), "a", "b")] == [(0.0, {}, "ok")] * 2
+    scorer = pool(rows=[row(0)])
+    assert scorer.report == "rewards: nothing for functions to score"
+    assert [s[1:4] for s in score(scorer, "a", "b")] == [(0.0, {}, "ok")] * 2
 
 
 def test_one_function_that_raises_is_an_error_of_the_sum(pool, write):
@@ -877,7 +879,7 @@ def test_check_scores_the_reference_and_an_empty_response_of_every_source(pool, 
         row(3, source="short", truth="12"),
         row(4, source="swapped", truth="12", answer="no such thing"),
     ]
-    assert try_functions(scorer, [])[0] == "rewards: nothing to score"
+    assert try_functions(scorer, [])[0] == "rewards: nothing for functions to score"
     assert try_functions(scorer, rows)[0] == (
         "rewards: math: the reference answer scores 0.25, an empty one -0.25; "
         "open: the ground truth, in every form tried, scores nothing, an empty one nothing; "

@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3024,
+    "core": 3021,
     "wall": 1619,
-    "import train_grpo": 3976,
+    "import train_grpo": 3973,
     "import sft": 2438,
-    "import eval": 1320,
+    "import eval": 1317,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
