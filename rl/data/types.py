@@ -155,8 +155,9 @@ class Sample:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What generations.jsonl says of a response with a partner; nothing of another one."""
-        return self.outcome.record if self.outcome else {}
+        """What generations.jsonl says of a response with a score."""
+        record = {"response": self.score.text, "score": self.score.value, "components": self.score.components}
+        return record | (self.outcome.record if self.outcome else {})
 
     def without_tokens(self) -> "Sample":
         """What ranks know of it that do not have the tokens."""

@@ -28,11 +28,8 @@ def shown(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], batch: 
     return [
         {
             "prompt": tokenizer.decode(sample.prompt_ids),
-            "response": sample.score.text,
-            "score": sample.score.value,
-            "components": sample.score.components,
-            "finish_reason": sample.finish_reason,
             **sample.record,
+            "finish_reason": sample.finish_reason,
             "tokens": _tokens(tokenizer, sample, batch),
         }
         for sample in samples[:MOST]

@@ -35,9 +35,7 @@ def summarize(
         of_prompts.append(of_prompt(row["data_source"], [s.score for s in samples], [s.num_sampled for s in samples]))
         if row["row_index"] in is_shown:
             prompt = tokenizer.decode(row["prompt_ids"])
-            for s in samples:
-                record = {"prompt": prompt, "response": s.score.text, "score": s.score.value}
-                records.append(record | {"components": s.score.components} | s.record)
+            records += [{"prompt": prompt} | s.record for s in samples]
     return mean_by_name(ranks.all_gather(of_prompts)), ranks.all_gather(records)
 
 
