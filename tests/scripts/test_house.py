@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3021,
-    "wall": 1619,
-    "import train_grpo": 3973,
-    "import sft": 2438,
-    "import eval": 1317,
+    "core": 3020,
+    "wall": 1616,
+    "import train_grpo": 3969,
+    "import sft": 2436,
+    "import eval": 1316,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
