@@ -4,7 +4,6 @@ import ctypes
 import datetime
 import os
 import signal
-import socket
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -128,8 +127,7 @@ def init_ranks() -> Ranks:
     if "RANK" not in os.environ:
         os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # asked for by who joins a world without `Ranks`
-        if "lo" in dict(socket.if_nameindex()).values():
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens where the machine's name leads
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens where the machine's name leads
     use_cuda = torch.cuda.is_available()
     where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
     if use_cuda:

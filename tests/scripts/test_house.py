@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3020,
+    "core": 3018,
     "wall": 1616,
-    "import train_grpo": 3969,
-    "import sft": 2436,
-    "import eval": 1316,
+    "import train_grpo": 3967,
+    "import sft": 2434,
+    "import eval": 1314,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
