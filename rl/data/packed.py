@@ -2,7 +2,7 @@
 
 packed = Packed()                               items that are compressed in memory
 packed.append(row)
-rows = packed.items()                           a sequence of them: len(rows), rows[i], rows[:9], for row in rows
+rows = Lazy(range(len(packed)), packed.get)     a sequence of them: len(rows), rows[i], rows[:9], for row in rows
 samples = derive(rows, make, "tokenize")        what `make` makes of the rows, without those that it leaves out
 """
 
@@ -40,10 +40,6 @@ class Packed(Generic[T]):
     def get(self, number: int) -> T:
         """Item `number`, from 0."""
         return pickle.loads(zlib.decompressobj(zdict=self.first).decompress(self.compressed[number]))
-
-    def items(self) -> "Lazy[T]":
-        """All items that were appended until now."""
-        return Lazy(range(len(self)), self.get)
 
 
 class Lazy(Sequence[T]):

@@ -89,7 +89,7 @@ def read_files(files: Paths, check: Callable[[Row, str], Row], *, has_partner: b
     if not len(checked):
         raise ValueError("no data file given; name at least one .parquet or .jsonl file")
     check_attachments()
-    return checked.items()
+    return Lazy(range(len(checked)), checked.get)
 
 
 def _read_parquet(file: Path) -> Iterator[Row]:

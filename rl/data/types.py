@@ -82,10 +82,6 @@ class Outcome(NamedTuple):
     extra_info: dict[str, Any]  # what they are told besides
     record: dict[str, Any]  # what generations.jsonl says besides
 
-    def for_other_ranks(self) -> "Outcome":
-        """The part that ranks get which do not have the tokens."""
-        return self._replace(text="", extra_info={}, record={})
-
 
 class Score(NamedTuple):
     """What is known about one response. `value` is None unless `status` is "ok"."""
@@ -165,7 +161,7 @@ class Sample:
 
     def without_texts(self) -> "Sample":
         """The sample with its score, without the texts that only scoring and logs need."""
-        outcome = self.outcome and self.outcome.for_other_ranks()
+        outcome = self.outcome and self.outcome._replace(text="", extra_info={}, record={})
         return replace(self, score=self.score._replace(text=""), outcome=outcome)
 
 

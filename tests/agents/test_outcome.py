@@ -19,9 +19,9 @@ REPORT = {"calls": 2, "huge": 10**400, "text": "x", "right": True}
 def talk(value, lengths, rewards=(), **changes):
     """A response with such turns and such a score."""
     report = {"calls": len(lengths)}
-    outcome = make_outcome(SAID, report, lengths, rewards).for_other_ranks()
+    outcome = make_outcome(SAID, report, lengths, rewards)
     more = dict(num_sampled=sum(lengths), score=scored(value), outcome=outcome)
-    return response(length=sum(lengths) + 5, **more | changes)
+    return response(length=sum(lengths) + 5, **more | changes).without_texts()
 
 
 def test_an_outcome_says_to_each_what_it_needs():
@@ -32,7 +32,8 @@ def test_an_outcome_says_to_each_what_it_needs():
     assert outcome.extra_info == {"messages": SAID, "environment": {"turn_rewards": [0.5, 1.0]} | REPORT}
     expected = {"turns": 2, "messages": SAID, "environment": numbers, "turn_rewards": [0.5, 1.0]}
     assert outcome.record == expected
-    assert outcome.for_other_ranks() == (outcome.facts, 1.5, "", {}, {})
+    of_others = response(score=scored(1.0), outcome=outcome).without_texts().outcome
+    assert of_others == (outcome.facts, 1.5, "", {}, {})
 
 
 def test_what_says_nothing_has_one_turn_and_no_rewards():

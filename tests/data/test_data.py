@@ -254,9 +254,7 @@ def test_rows_without_a_ground_truth_are_left_out_where_the_data_source_decides(
     assert f"{said}{path}: row 1, {path}: row 3, {other}: row 1\n" in capsys.readouterr().out
     assert kept(path, ("noise.py",)) == kept(path, None, reward_model="folder") == [0, 1, 2, 3, 4]
     empty = write(tmp_path / "empty.jsonl", rows[1:2])
-    with pytest.raises(
-        ValueError, match=r"empty\.jsonl: row 0: reward_model.ground_truth is empty, as it is in every"
-    ):
+    with pytest.raises(ValueError, match=r"empty\.jsonl: row 0: reward_model.ground_truth is empty, as it is in every"):
         kept(empty)
     assert capsys.readouterr().out == ""
 

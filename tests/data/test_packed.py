@@ -18,7 +18,7 @@ from extras.partial.rows import ByIndex
 from rl.data import packed, rows
 from rl.data.encode import encode_prompts
 from rl.data.order import prompts_for_step
-from rl.data.packed import Packed, derive
+from rl.data.packed import Lazy, Packed, derive
 from rl.data.rows import read_rows
 
 TEXTS = ["a", "the answer is b", "x" * 40, "", "café \n\n", "{}", "the answer is " * 9]
@@ -47,7 +47,7 @@ def test_packed_items_come_back_in_any_order():
     for i, item in enumerate(ITEMS):
         store.append(item)
         assert store.get(i) == item and len(store) == i + 1
-    items = store.items()
+    items = Lazy(range(len(store)), store.get)
     assert list(items) == ITEMS
     assert [items[i] for i in (29, 0, 13, 12, -1, 28)] == [ITEMS[i] for i in (29, 0, 13, 12, -1, 28)]
     assert list(items[3:20:4]) == ITEMS[3:20:4] and list(items[5:][2:4]) == ITEMS[7:9] and list(items[:None]) == ITEMS
@@ -62,6 +62,7 @@ def test_packed_items_come_back_in_any_order():
 def test_prompts_are_the_same_bit_by_bit(tmp_path, bit_by_bit, name):
     given = [rl_row(text, truth) for text, truth in zip(TEXTS, TRUTHS, strict=True) if text]
     file, tokenizer = write(tmp_path / name, given, row_group_size=4), make_tokenizer()
+    assert isinstance(read_rows(file).places, range)  # which takes no memory
     read = read_rows(file, needs_truth=True)
     assert [row["row_index"] for row in read] == [0, 2, 3, 4, 5]
     assert list(read) == [
@@ -133,8 +134,7 @@ def test_a_million_rows_take_little_memory():
     for i, text in enumerate(texts):
         store.append(rl_row(text, str(i)) | {"row_index": i, "row_place": f"/data/train.parquet: row {i}"})
     assert sum(map(len, store.compressed)) < 100 * len(texts)
-    assert sum(len(pickle.dumps(row)) for row in store.items()) > 300 * len(texts)
-    assert isinstance(store.items().places, range)
+    assert sum(len(pickle.dumps(row)) for row in map(store.get, range(len(store)))) > 300 * len(texts)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
