@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3018,
+    "core": 3014,
     "wall": 1616,
-    "import train_grpo": 3967,
-    "import sft": 2434,
-    "import eval": 1314,
+    "import train_grpo": 3963,
+    "import sft": 2432,
+    "import eval": 1310,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
