@@ -12,7 +12,6 @@ the engine samples the other responses. What it answers is appended with mask 0,
     mask       =   1    +   0    +   1    + ...             log-probs of answers are 0
 """
 
-import itertools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Protocol
@@ -158,12 +157,17 @@ class Loop:
 
     def is_open(self) -> bool:
         """Hand pending requests to the engine, and return whether any response is in flight, of this rank or of one
-        that shares the engine. Ranks that share it must enter together.
+        that shares the engine. Ranks that share it must enter together. Raises RuntimeError, naming a row, if the
+        engine has nothing left to sample and a response has not come.
         """
         if self.pending:
             self.engine.add([self.trajectories[key].request() for key in self.pending])
             self.pending = []
-        return self.engine.has_requests(waiting=bool(self.waiting))
+        is_open = self.engine.has_requests(waiting=bool(self.waiting))
+        if self.trajectories and not is_open:
+            row, lost = next(iter(self.trajectories.values())).row["row_index"], len(self.trajectories)
+            raise RuntimeError(f"the engine lost {lost} of {self.count} responses, one to row {row} among them")
+        return is_open
 
     def step(self) -> list[tuple[Hashable, list[Sample]]]:
         """Sample about one more token of each response; returns the groups that are complete now."""
@@ -189,20 +193,15 @@ class Loop:
         return done
 
     def run(self, enough: Callable[[], bool] | None = None) -> Iterator[tuple[Hashable, list[Sample]]]:
-        """`step` until nothing is in flight, the run is asked to stop, or all ranks of the engine have `enough`. Raises
-        RuntimeError, naming a row, if the engine has nothing left to sample and a response has not come.
-        """
-        for num_steps in itertools.count():
-            if not self.is_open():
-                if self.trajectories:
-                    row, lost = next(iter(self.trajectories.values())).row["row_index"], len(self.trajectories)
-                    raise RuntimeError(f"the engine lost {lost} of {self.count} responses, one to row {row} among them")
-                return
+        """`step` until nothing is in flight, the run is asked to stop, or all ranks of the engine have `enough`."""
+        num_steps = 0
+        while self.is_open():
             # Ranks of an engine leave together and must ask each other; one alone can look at every token.
             if self.engine.group is None or num_steps % STOP_EVERY == 0:
                 has_enough = enough is not None and all(self.engine.of_group(enough()))
                 if has_enough or stop.requested(self.engine.group):
                     return
+            num_steps += 1
             yield from self.step()
 
     def interrupt(self) -> None:
