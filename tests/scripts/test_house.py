@@ -26,7 +26,7 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3014,
+    "core": 3012,
     "wall": 1616,
     "import train_grpo": 3963,
     "import sft": 2432,
