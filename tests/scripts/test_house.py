@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3012,
+    "core": 3009,
     "wall": 1616,
-    "import train_grpo": 3963,
-    "import sft": 2432,
-    "import eval": 1310,
+    "import train_grpo": 3960,
+    "import sft": 2429,
+    "import eval": 1307,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
