@@ -40,7 +40,6 @@ MARKER = re.compile(r"zq(\d+)zq")  # letters and digits, which no template escap
 WORD = re.compile(r"<[^\s<>]+>|\[/?[A-Z_]+\]|◁[^\s◁▷]+▷|(?P<word>\w+|[^\w\s<\[◁]+|[<\[◁])")
 MOST_SHAPES = 1000  # that are remembered
 NO_LIMIT = sys.maxsize  # of tokens
-PIECE = 2**16  # characters that are looked up in the vocabulary at a time, since tokenizing takes much memory
 
 
 def write(
@@ -247,9 +246,8 @@ def check_vocabulary(tokenizer: Tokenizer, row: Row, place: str, text: str) -> N
     """Raise ValueError, naming the row and the place, if a text has characters for which there are no tokens."""
     if rendering_of(tokenizer).allow_dropped_text or _has_all_bytes(tokenizer):
         return
-    pieces = (text[start : start + PIECE] for start in range(0, len(text), PIECE))
-    if (piece := next((x for x in pieces if _lost(tokenizer, x)), None)) is not None:
-        character = next((x for x in piece if not x.isspace() and _lost(tokenizer, x)), piece)
+    if _lost(tokenizer, text):
+        character = next((x for x in dict.fromkeys(text) if not x.isspace() and _lost(tokenizer, x)), text)
         raise ValueError(
             f"{named(row)}: {place}: the tokens do not contain {shown(character)}, for which the vocabulary of "
             f"{tokenizer.name_or_path!r} has no token; change the row, or add --allow-dropped-text if it may be lost"
