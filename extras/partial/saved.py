@@ -66,7 +66,6 @@ def restore(loop: Loop, name: Hashable, row: Row, sampling: Sampling, saved: dic
     if not saved["open"]:
         return [done[j] for j in range(sampling.n)]
     loop.complete[name] = done
-    loop.count += sampling.n
     for j, ids, mask, logprobs, columns, seed, turns in saved["open"]:
         x = loop.trajectories[name, j] = Trajectory((name, j), row, sampling, seed)
         x.ids, x.mask, x.logprobs = ids.tolist(), mask.tolist(), logprobs.tolist()

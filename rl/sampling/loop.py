@@ -130,7 +130,6 @@ class Loop:
 
     def __init__(self, engine: Engine, partner: Partner | None = None, *, seed: int = 0):
         self.engine, self.partner, self.seed = engine, partner, seed
-        self.count = 0  # responses that were ever started
         self.trajectories: dict[Key, Trajectory] = {}  # responses that are not complete
         # The responses that are complete, by number, of groups that are not. Nothing is kept of other groups.
         self.complete: dict[Hashable, dict[int, Sample]] = {}
@@ -145,7 +144,6 @@ class Loop:
             raise ValueError(f"a group with the name {name!r} is in flight already; names must differ")
         origin = (self.seed, row["row_index"]) if seed is None else (seed,)
         has_seed = self.partner is not None or seed is not None
-        self.count += sampling.n
         for j in range(sampling.n):
             x = Trajectory((name, j), row, sampling, derive_seed(*origin, j) if has_seed else None)
             self.trajectories[x.key] = x
@@ -166,7 +164,7 @@ class Loop:
         is_open = self.engine.has_requests(waiting=bool(self.waiting))
         if self.trajectories and not is_open:
             row, lost = next(iter(self.trajectories.values())).row["row_index"], len(self.trajectories)
-            raise RuntimeError(f"the engine lost {lost} of {self.count} responses, one to row {row} among them")
+            raise RuntimeError(f"the engine lost {lost} response(s), one to row {row} among them")
         return is_open
 
     def step(self) -> list[tuple[Hashable, list[Sample]]]:

@@ -132,8 +132,7 @@ class Sampler:
         self.engine.sleep()
         self.is_awake = False
         self.take_back()
-        sampling, flags = self.task.sampling, self.task.rollout
-        check_engine(policy, self.own_samples, sampling, flags, self.ranks, version=self.version)
+        check_engine(policy, self.own_samples, self.task.sampling, self.task.rollout, self.ranks, version=self.version)
         self.end_phase("verify")
 
     def evaluate(self, policy: nn.Module) -> Evaluation:

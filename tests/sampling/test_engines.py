@@ -341,7 +341,7 @@ def test_responses_that_vllm_drops_are_an_error(engine, policy):
     def drop_the_others(row, samples):
         core.abort_requests(list(core.engine_core.scheduler.requests))
 
-    with pytest.raises(RuntimeError, match=r"the engine lost [1-9] of 10 responses, one to row \d+ among them"):
+    with pytest.raises(RuntimeError, match=r"the engine lost [1-9] response\(s\), one to row \d+ among them"):
         samples_from(engine, on_group=drop_the_others)
     assert not engine.has_requests()
     assert [len(group) for group in generate(engine, n=2)] == [2] * len(PROMPTS)  # the engine goes on

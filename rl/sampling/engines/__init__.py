@@ -8,8 +8,6 @@ from rl.ranks import Ranks, memory_in_use
 from rl.sampling.engines.base import Engine
 from rl.sampling.engines.flags import EngineFlags, EngineSizes
 
-__all__ = ["Engine", "check_engine_flags", "make_engine"]
-
 
 def check_engine_flags(flags: EngineSizes, model: str) -> None:
     """Raise ValueError, from the config alone, if --tensor-model-parallel-size does not fit the engine or the model."""
