@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3007,
+    "core": 3003,
     "wall": 1616,
-    "import train_grpo": 3958,
+    "import train_grpo": 3954,
     "import sft": 2429,
-    "import eval": 1305,
+    "import eval": 1302,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
