@@ -30,7 +30,7 @@ def from_states(states: Sequence[Saved], rows: Mapping[int, Row], n: int, ranks:
     groups = []
     for copies in zip(*states, strict=True):  # one group, as each rank has saved it
         samples = [[sample_of(x) for x in same] for same in zip(*copies, strict=True)]
-        whole = [next(s for s in same if s.has_tokens) for same in samples]
+        whole = [next(s for s in same if s.response_ids is not None) for same in samples]
         row = rows.get(whole[0].row_index)
         if len(whole) == n and row is not None and np.array_equal(row["prompt_ids"], whole[0].prompt_ids):
             groups.append(whole)

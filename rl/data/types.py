@@ -131,14 +131,9 @@ class Sample:
         for name, dtype in dtypes.items():
             if (x := getattr(self, name)) is not None:
                 object.__setattr__(self, name, np.asarray(x, dtype))
-        if self.has_tokens:
+        if self.response_ids is not None:
             object.__setattr__(self, "num_response_tokens", len(self.response_ids))
             object.__setattr__(self, "num_sampled", int(self.response_mask.sum()))
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether this rank has the tokens."""
-        return self.response_ids is not None
 
     def tokens(self) -> dict[str, Any]:
         """What only ranks have that have the tokens: fields by name."""

@@ -109,7 +109,7 @@ def test_the_groups_of_all_ranks_are_shared_out_anew(unbroken, task, size):
     """Each goes to one rank, in their order and evenly, and comes back the same from whichever ranks had it."""
     rows, states = rows_of(task), saved(unbroken / "global_step_1")
     whole = waiting_groups.from_states(states, rows, 4, of_rank(0, 1))
-    assert len(whole) == len(states[0]) >= 2 and all(x.has_tokens for group in whole for x in group)
+    assert len(whole) == len(states[0]) >= 2 and all(x.response_ids is not None for group in whole for x in group)
     of_ranks = [waiting_groups.from_states(states, rows, 4, of_rank(rank, size)) for rank in range(size)]
     owners = [[{x.rank for x in group} for group in groups] for groups in of_ranks]
     assert all(each == owners[0] for each in owners) and all(len(owner) == 1 for owner in owners[0])
@@ -117,7 +117,7 @@ def test_the_groups_of_all_ranks_are_shared_out_anew(unbroken, task, size):
     counts = [order.count(rank) for rank in range(size)]
     assert order == sorted(order) and max(counts) - min(counts) <= 1
     for rank, groups in enumerate(of_ranks):
-        assert all(x.has_tokens == (x.rank == rank) for group in groups for x in group)
+        assert all((x.response_ids is not None) == (x.rank == rank) for group in groups for x in group)
         numbers = [(x.rank, x.number) for group in groups for x in group]
         assert len(set(numbers)) == len(numbers)  # they name a response
     states = [waiting_groups.to_state(groups) for groups in of_ranks]
