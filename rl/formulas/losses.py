@@ -16,8 +16,6 @@ gradient. Gradients flow through logp only. delta = logp - old_logp, ratio = exp
 Every function is pure, keeps the floating dtype it is given, and asserts the shapes it expects.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -151,7 +149,7 @@ def _weighted_gradient(
 ) -> Loss:
     """-sg(min(ratio, cap)) * A * live where a token is not `outside`, else 0; and where it is."""
     ratio = (live.detach() - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    loss = torch.where(outside, 0.0, -ratio.clamp(max=math.inf if cap is None else cap) * advantages * live)
+    loss = torch.where(outside, 0.0, -ratio.clamp(max=torch.inf if cap is None else cap) * advantages * live)
     return _keep(loss, mask), _keep(outside.to(live.dtype), mask)
 
 
