@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3003,
+    "core": 2999,
     "wall": 1616,
-    "import train_grpo": 3954,
-    "import sft": 2429,
-    "import eval": 1302,
+    "import train_grpo": 3951,
+    "import sft": 2426,
+    "import eval": 1299,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
