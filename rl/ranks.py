@@ -80,18 +80,19 @@ class Ranks:
         return self.all_reduce_sum(own.new_zeros(size).index_copy(0, rows, own))
 
     def mean(self, x: torch.Tensor, mask: torch.Tensor) -> float:
-        """Mean of the entries of x with mask 1 on all data ranks, which must enter; 0 of none."""
-        return self.moments(x, mask)[0]
+        """Mean of the entries of x with mask 1 on all data ranks, which must enter; 0 of none.
+
+        Sums are taken in float64: equal float32 values have exactly their value as mean.
+        """
+        total, count = self.all_reduce_sum(torch.stack([x[mask > 0].double().sum(), (mask > 0).sum()])).tolist()
+        return total / max(count, 1)
 
     def moments(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[float, float]:
-        """`mean`, and the unbiased variance, over the entries of all data ranks, which must enter.
-
-        Sums are taken in float64: equal float32 values have exactly their value as mean, and the variance 0.
-        """
-        own, count = x[mask > 0].double(), self.all_reduce_sum((mask > 0).sum())
-        mean = self.all_reduce_sum(own.sum()) / count.clamp(min=1)
-        squares = self.all_reduce_sum((own - mean).square().sum())
-        return mean.item(), (squares / (count - 1).clamp(min=1)).item()
+        """`mean`, and the unbiased variance, which is exactly 0 of equal float32 values. All data ranks must enter."""
+        mean = self.mean(x, mask)
+        own = torch.stack([(x[mask > 0].double() - mean).square().sum(), (mask > 0).sum()])
+        squares, count = self.all_reduce_sum(own).tolist()
+        return mean, squares / max(count - 1, 1)
 
     def send(self, parcels: Sequence[bytes]) -> list[bytes]:
         """Give each data rank its parcel; returns what this rank gets from each. All data ranks must enter.

@@ -43,10 +43,6 @@ class Means:
         for name, value in values.items():
             self._add(name, value, None)
 
-    def smallest(self, mask: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
-        """The smallest of the values (b, T) with mask 1."""
-        self.largest(mask, values, sign=-1)
-
     def largest(self, mask: torch.Tensor, values: dict[str, torch.Tensor], *, sign: int = 1) -> None:
         """The largest of the values (b, T) with mask 1; with sign -1 the smallest."""
         for name, value in values.items():
@@ -119,7 +115,7 @@ class Means:
         self.over_sequences({name: x[count > 0] for name, x in of_rows.items()})
         self.largest(fresh, {"rollout/logprob_gap_max": gap.abs()})
         self.largest(mask, {"rollout_corr/rollout_is_max": ratio})
-        self.smallest(mask, {"rollout_corr/rollout_is_min": ratio})
+        self.largest(mask, {"rollout_corr/rollout_is_min": ratio}, sign=-1)
 
     def _add(self, name: str, value: torch.Tensor, count: torch.Tensor | None) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()

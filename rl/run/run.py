@@ -147,7 +147,8 @@ class Run:
             started("largest micro-batch")
             notes.append(plan)
         if sampler is not None:
-            sampler.task.scorer.load_judges(self.ranks, budget_of(self.memory)[1], self.memory.fsdp_size)
+            for judge in sampler.task.scorer.judges:
+                judge.load(self.ranks, budget_of(self.memory)[1], self.memory.fsdp_size)
             sampler.engine.policy_version = self.first_step  # with one push per step, that of an unbroken run
         self.saver.record["memory"] |= vars(self.memory)
         policy.packed = replace(policy.packed, max_tokens=budget_of(self.memory)[1])

@@ -133,11 +133,6 @@ class Scorer:
             scores = judge.judge([row for row, _, _ in submitted], samples, scores)
         return [replace(sample, score=score) for sample, score in zip(samples, scores, strict=True)]
 
-    def load_judges(self, ranks: Ranks, max_tokens: int, fsdp_size: int | None) -> None:
-        """Load each of the judges, as `Judge.load` says. All ranks must enter."""
-        for judge in self.judges:
-            judge.load(ranks, max_tokens, fsdp_size)
-
     def close(self) -> None:
         """End the workers. What was submitted, and not scored yet, gets no score any more."""
         self.threads.terminate()

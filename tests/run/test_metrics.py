@@ -298,8 +298,8 @@ def test_means_by_hand(world):
         torch.tensor([[1.0, 1.0]]),
         {"largest": torch.tensor([[0.5, 1.0]]) * parameter, "below": torch.tensor([[-3.0, -2]])},
     )
-    means.smallest(torch.tensor([[1.0, 0.0]]), {"smallest": torch.tensor([[3.0, -8.0]])})
-    means.smallest(torch.tensor([[1.0, 1.0]]), {"smallest": torch.tensor([[2.0, 1.0]]) * parameter})
+    means.largest(torch.tensor([[1.0, 0.0]]), {"smallest": torch.tensor([[3.0, -8.0]])}, sign=-1)
+    means.largest(torch.tensor([[1.0, 1.0]]), {"smallest": torch.tensor([[2.0, 1.0]]) * parameter}, sign=-1)
     assert means.reduce() == {
         "tokens": (2.0 + 4.0 + 8.0 + 6.0) / 4,  # each token alike, however many a micro-batch has
         "sequences": 5.0 / 4,
@@ -317,7 +317,7 @@ def test_what_was_not_measured_is_left_out(world):
     means, nothing = Means(world), torch.zeros(1, 2)
     means.over_tokens(nothing, {"tokens": torch.tensor([[NAN, 5.0]]), "other": torch.tensor([[1.0, 2.0]])})
     means.over_sequences({"sequences": torch.zeros(0)})
-    means.smallest(nothing, {"smallest": torch.tensor([[NAN, 5.0]])})
+    means.largest(nothing, {"smallest": torch.tensor([[NAN, 5.0]])}, sign=-1)
     means.largest(nothing, {"largest": torch.tensor([[NAN, 5.0]]), "zero": nothing})
     means.over_tokens(nothing + 1, {"other": torch.tensor([[1.0, 2.0]])})
     means.largest(nothing + 1, {"zero": nothing, "infinite": nothing + INF, "undefined": nothing + NAN})

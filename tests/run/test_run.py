@@ -87,7 +87,7 @@ def test_judges_are_loaded_with_the_micro_batch_that_the_rehearsal_has_left(star
         return fewer, "less fits than was planned"
 
     engine = SimpleNamespace(memory=0, policy_version=None)
-    scorer = SimpleNamespace(report="", load_judges=lambda ranks, *flags: order.append(flags))
+    scorer = SimpleNamespace(report="", judges=[SimpleNamespace(load=lambda ranks, *flags: order.append(flags))])
     monkeypatch.setattr(training_run, "rehearse", rehearse)
     run.ranks = replace(run.ranks, device=torch.device("cuda"))
     sampling = dict(ppo_epochs=1, ppo_mini_batch_size=None, rollout_n=1)

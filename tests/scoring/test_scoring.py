@@ -1133,10 +1133,7 @@ class Judge:
     """Multiplies scores, and names what each was before, with its prompt."""
 
     def __init__(self, component, factor):
-        self.component, self.factor, self.loaded = component, factor, []
-
-    def load(self, ranks, max_tokens, fsdp_size):
-        self.loaded.append((ranks, max_tokens, fsdp_size))
+        self.component, self.factor = component, factor
 
     def judge(self, rows, samples, scores):
         prompts = {row["row_index"]: row["prompt"] for row in rows}
@@ -1156,8 +1153,7 @@ def test_judges_change_scores_one_after_the_other(tokenizer, write, no_processes
         # The first row is scored by the function alone.
         assert scorer.report == "rewards: set: the ground truth scores 5, an empty one 0"
         require_components(scorer, ["half", "tenfold"], flag="--flag")
-        scorer.load_judges("ranks", 64, None)
-        assert [judge.loaded for judge in judges] == [[("ranks", 64, None)]] * 2
+        assert scorer.judges == judges  # `Run.begin` loads them
         answers = zip(rows, ("12", "123"), strict=True)
         asked = [submitted(scorer, x, [sample(tokenizer, x["row_index"], text)]) for x, text in answers]
         scores = collected(scorer, asked)

@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 2999,
-    "wall": 1616,
-    "import train_grpo": 3951,
+    "core": 2997,
+    "wall": 1615,
+    "import train_grpo": 3948,
     "import sft": 2426,
-    "import eval": 1299,
+    "import eval": 1297,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
