@@ -208,6 +208,8 @@ def one_by_one(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
 @torch.no_grad()
 def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     """What the table says of a family. Refusals are among it; other errors are raised."""
+    from transformers import AutoConfig
+
     import sft
     from data import arithmetic
     from extras.demonstrations import load_demonstrations
@@ -223,7 +225,7 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     arithmetic.main(arithmetic.Args(output_dir=folder, num_sft=64, num_train=8, num_test=8))
     make(name, folder / "model")
     try:
-        check_trainable(str(folder / "model"), 64)
+        check_trainable(AutoConfig.from_pretrained(folder / "model"), "model", 64)
     except ValueError as error:
         return found | {"refused": str(error).split(": ", 1)[1]}
     settings = dict(max_length=128, train_batch_size=16, total_training_steps=2, lr=1e-3, test_freq=2)
@@ -279,7 +281,7 @@ def compare(name: str, folder: Path, port: int, size: int, rank: int) -> dict[st
     """On one of `size` ranks, which divide the sequences: log-probs and gradients against transformers' own forward for
     one sequence at a time. Every log-prob counts in the loss, those of half of the sequences with a minus.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from data import arithmetic
     from rl.data.types import take_rows
@@ -295,7 +297,7 @@ def compare(name: str, folder: Path, port: int, size: int, rank: int) -> dict[st
     arithmetic.main(arithmetic.Args(output_dir=path, num_sft=8, num_train=8, num_test=8))
     make(name, path / "model")
     try:
-        check_trainable(str(path / "model"), 64)
+        check_trainable(AutoConfig.from_pretrained(path / "model"), "model", 64)
     except ValueError as error:
         return {"family": name, "refused": str(error).split(": ", 1)[1]}
     ranks = init_ranks()

@@ -35,8 +35,10 @@ def token_distances(
 def _student_head(model, hidden, targets, ids, teacher, temperature, distance):
     """hidden (R, H), targets (R,), ids and teacher's log-probs (R, K) -> four tensors (R,), see `token_distances`."""
 
+    source = logprobs.source_of_logits(model)
+
     def chunk(h: Tensor, y: Tensor, ids: Tensor, teacher: Tensor) -> tuple[Tensor, ...]:
-        logps = logprobs.logits_of(model, h, temperature).log_softmax(-1)  # (C, V)
+        logps = logprobs.logits_of(source, h, temperature).log_softmax(-1)  # (C, V)
         student, is_all = logps.gather(-1, ids), ids.shape[-1] == logps.shape[-1]
         entropy = -(logps.detach().exp() * logps.detach()).sum(-1)
         both = (student, teacher.to(student.dtype))

@@ -93,8 +93,10 @@ def add_teacher(
 def _teacher_head(model: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, k: int) -> tuple[Tensor, ...]:
     """hidden (R, H), targets (R,) -> log-probs (R,), the ids (R, K) of the most likely tokens and their log-probs."""
 
+    source = logprobs.source_of_logits(model)
+
     def chunk(h: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        logps = logprobs.logits_of(model, h, temperature)[:, : model.vocabulary].log_softmax(-1)
+        logps = logprobs.logits_of(source, h, temperature)[:, : model.vocabulary].log_softmax(-1)
         top = logps.topk(k, -1)
         return logps.gather(-1, y[:, None])[:, 0], top.indices.int(), top.values
 

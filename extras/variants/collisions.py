@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from extras.truncation import truncation_of
 from rl.data.batching import Update
 from rl.data.types import Batch, Sampling
-from rl.model.logprobs import in_chunks, logits_of, over_micro_batches
+from rl.model.logprobs import in_chunks, logits_of, over_micro_batches, source_of_logits
 
 
 def collisions(model: PreTrainedModel, batch: Batch, updates: Sequence[Update], *, sampling: Sampling) -> Tensor:
@@ -22,10 +22,10 @@ def collisions(model: PreTrainedModel, batch: Batch, updates: Sequence[Update], 
 
 def response_collisions(model: PreTrainedModel, hidden: Tensor, targets: Tensor, sampling: Sampling) -> tuple[Tensor]:
     """The head of `collisions`: hidden (R, H), and targets (R,), which are not used -> (R,)."""
-    truncate = truncation_of(sampling)
+    source, truncate = source_of_logits(model), truncation_of(sampling)
 
     def of_chunk(h: Tensor) -> tuple[Tensor]:
-        logits = logits_of(model, h, sampling.temperature)
+        logits = logits_of(source, h, sampling.temperature)
         logits = truncate(logits) if truncate else logits
         return (logits.softmax(-1).square().sum(-1),)
 

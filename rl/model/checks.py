@@ -133,9 +133,9 @@ def check_model(
     """
     config, where = read_config(path, flag=flag), f"{flag} {path}"
     kind.check(config, where)
-    check_context(path, longest, limits)
+    check_context(config, where, longest, limits)
     if is_trained:
-        check_trainable(path, longest, limits, flag=flag)
+        check_trainable(config, where, longest, limits)
     tokenizer = load_tokenizer(path, flag=flag, **texts)
     check_tokenizer(tokenizer, config.get_text_config().vocab_size, where)
     if Path(path).is_dir() and not quantization_of(config):
@@ -161,12 +161,11 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, rows: int, where: str) -
         raise ValueError(f"{where}: {problem}")
 
 
-def check_context(model: str, tokens: int, flags: str = LENGTHS) -> None:
-    """Raise ValueError if the model has fewer positions than the tokens that `flags` allow a sequence to have."""
-    config = AutoConfig.from_pretrained(model).get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)  # also where a config calls it n_positions
+def check_context(config: PreTrainedConfig, where: str, tokens: int, flags: str = LENGTHS) -> None:
+    """Raise ValueError if a model, which `where` names, has fewer positions than `flags` allow a sequence to have."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)  # also if a config says n_positions
     if positions is not None and tokens > positions:
-        raise ValueError(f"{flags} = {tokens} tokens, but {model} has {positions} positions; lower it")
+        raise ValueError(f"{flags} = {tokens} tokens, but {where} has {positions} positions; lower it")
 
 
 def check_heads(model: str, size: int) -> None:
@@ -177,13 +176,11 @@ def check_heads(model: str, size: int) -> None:
         raise ValueError(f"--tensor-model-parallel-size {size} {problem}; choose a divisor of that number")
 
 
-def check_trainable(path: str, tokens: int, flags: str = LENGTHS, *, flag: str = "--model") -> None:
-    """Raise ValueError, from the config alone, if the model in `path`, which `flag` has named, cannot be trained on so
-    many tokens: its weights are quantized, weights of its kind cannot be pushed to vLLM, or its rotary embeddings
-    depend on what else is packed.
+def check_trainable(whole: PreTrainedConfig, where: str, tokens: int, flags: str = LENGTHS) -> None:
+    """Raise ValueError, which begins with `where`, if a model cannot be trained on so many tokens: its weights are
+    quantized, weights of its kind cannot be pushed to vLLM, or its rotary embeddings depend on what else is packed.
     """
-    whole = AutoConfig.from_pretrained(path)
-    config, where = whole.get_text_config(), f"{flag} {path}"
+    config = whole.get_text_config()
     if config.model_type == "gpt_oss":
         problem = "its experts have four bits, and vLLM copies those of a push past its own weight loaders"
         raise ValueError(f"{where}: gpt_oss cannot be trained here: {problem}; choose another model")

@@ -198,25 +198,26 @@ def response_logprobs(
     model: PreTrainedModel, hidden: Tensor, targets: Tensor, sampling: Sampling, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """The head of `token_logprobs`: hidden (R, H), targets (R,) -> log-probs (R,) and entropies (R,)."""
-    if model.packed.own_logits:
-        source, head_chunk = model, head_on_chunk()
-    else:
-        source, head_chunk = model.get_output_embeddings().weight, model.packed.head_chunk
+    source = source_of_logits(model)
+    head_chunk = model.packed.head_chunk if isinstance(source, Tensor) else head_on_chunk()
     way = sampling.temperature, truncation_of(sampling), entropy_grad
     # pyrefly: ignore[bad-return]  # as many tensors as the head gives
     return in_chunks(lambda h, y: head_chunk(source, h, y, *way), hidden, targets)
 
 
+def source_of_logits(model: PreTrainedModel) -> PreTrainedModel | Tensor:
+    """The weight of a model's head, or the model itself if its logits are more than a product with that."""
+    return model if model.packed.own_logits else model.get_output_embeddings().weight
+
+
 def logits_of(source: PreTrainedModel | Tensor, hidden: Tensor, temperature: float) -> Tensor:
-    """hidden (C, H) -> logits (C, V) over the temperature, in at least float32, by a model or its head's weight."""
-    if not isinstance(source, Tensor) and not source.packed.own_logits:
-        source = source.get_output_embeddings().weight
+    """hidden (C, H) -> logits (C, V) over the temperature, in at least float32. For `source` see `source_of_logits`."""
     logits = F.linear(hidden, source) if isinstance(source, Tensor) else source.packed.own_logits(source, hidden)
     return (logits if logits.dtype == torch.float64 else logits.float()) / temperature
 
 
 def _head_chunk(source, hidden, targets, temperature, truncate, entropy_grad):
-    """hidden (C, H), targets (C,) -> logp (C,), entropy (C,), in at least float32. For `source` see `logits_of`."""
+    """hidden (C, H), targets (C,) -> logp (C,), entropy (C,), in at least float32."""
     logits = logits_of(source, hidden, temperature)
     sampled = logits.gather(-1, targets[:, None])[:, 0]
     if truncate is not None:

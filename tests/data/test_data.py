@@ -336,11 +336,11 @@ def test_prompts_that_cannot_be_rendered(tokenizer):
 # --- order -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_context_is_checked_under_whatever_name_a_config_has_for_it(tmp_path):
-    GPT2Config(n_positions=64).save_pretrained(tmp_path)
-    check_context(str(tmp_path), 64)
+def test_the_context_is_checked_under_whatever_name_a_config_has_for_it():
+    config = GPT2Config(n_positions=64)
+    check_context(config, "--model x", 64)
     with pytest.raises(ValueError, match="--max-length = 65 tokens, but .* has 64 positions"):
-        check_context(str(tmp_path), 65, "--max-length")
+        check_context(config, "--model x", 65, "--max-length")
 
 
 def permutation(n, *, seed, epoch):

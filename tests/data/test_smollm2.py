@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from data import smollm2
 from rl.data.encode import encode_prompts
@@ -54,8 +54,9 @@ def test_it_can_continue_a_text(folder):
 
 def test_the_folder_is_one_that_the_scripts_take(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    check_context(str(folder), 1024, "--max-length")
-    check_trainable(str(folder), 1024, "--max-length")
+    config = AutoConfig.from_pretrained(folder)
+    check_context(config, "--model", 1024, "--max-length")
+    check_trainable(config, "--model", 1024, "--max-length")
     rows = [{"prompt": [{"role": "user", "content": "12+35=?"}], "row_index": 0, "data_source": "x"}]
     [row] = encode_prompts(tokenizer, rows, max_prompt_length=64)
     text = tokenizer.decode(row["prompt_ids"])

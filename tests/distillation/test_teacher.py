@@ -255,7 +255,8 @@ def test_a_small_distance_is_not_rounded_where_fsdp_computes_in_bfloat16(tiny_mo
     top_ids = torch.stack([torch.randperm(80, generator=generator)[:40] for _ in range(24)]).view(2, 12, 40).int()
 
     def student(model, hidden, targets, ids):
-        return (logprobs.logits_of(model, hidden, 1.0).log_softmax(-1).gather(-1, ids.long()),)
+        logits = logprobs.logits_of(logprobs.source_of_logits(model), hidden, 1.0)
+        return (logits.log_softmax(-1).gather(-1, ids.long()),)
 
     scored = logprobs.sampled_positions(batch)
     [student_logps] = logprobs.run_on_responses(policy, batch, student, top_ids[scored])

@@ -268,17 +268,19 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_loaded(kind, tmp_p
     """The folder has no weights that could be loaded."""
     config, tokens, message = REFUSED[kind]
     config.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
-        check_trainable(str(tmp_path), tokens)
+        check_trainable(config, "--model x", tokens)
     if kind == "longrope":
-        check_trainable(str(tmp_path), 16)
+        check_trainable(config, "--model x", 16)
 
 
 def test_positions_count_under_every_name_that_a_config_has_for_them(tmp_path):
     GPT2Config(vocab_size=80, n_embd=32, n_layer=1, n_head=2, n_positions=32).save_pretrained(tmp_path)
-    check_context(str(tmp_path), 32)
-    with pytest.raises(ValueError, match="33 tokens, but .* has 32 positions; lower it"):
-        check_context(str(tmp_path), 33)
+    config = AutoConfig.from_pretrained(tmp_path)
+    check_context(config, "--model x", 32)
+    with pytest.raises(ValueError, match="33 tokens, but --model x has 32 positions; lower it"):
+        check_context(config, "--model x", 33)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -663,9 +663,10 @@ def test_stop_token_ids_are_those_of_tokenizer_config_and_generation_config(tiny
 
 
 def test_check_context_refuses_more_tokens_than_positions(tiny_model):
-    check_context(tiny_model, 512)
+    config = AutoConfig.from_pretrained(tiny_model)
+    check_context(config, "--model x", 512)
     with pytest.raises(ValueError, match="max-response-length = 513 tokens, but .* has 512 positions"):
-        check_context(tiny_model, 513)
+        check_context(config, "--model x", 513)
 
 
 @pytest.mark.parametrize(

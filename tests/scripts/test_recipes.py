@@ -100,7 +100,7 @@ def test_a_command_starts_as_many_processes_as_it_has_gpus_and_its_flags_are_rig
     assert recipe.gpus % args.rollout.tensor_model_parallel_size == 0
     check_limits(args)
     for check in (check_context, check_trainable):
-        check(args.model, args.max_prompt_length + args.max_response_length)
+        check(AutoConfig.from_pretrained(args.model), args.model, args.max_prompt_length + args.max_response_length)
     script = importlib.import_module(recipe.script.removesuffix(".py"))
     if "validate" in vars(script):
         script.validate(args)
