@@ -26,11 +26,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 2997,
+    "core": 2993,
     "wall": 1615,
-    "import train_grpo": 3948,
-    "import sft": 2426,
-    "import eval": 1297,
+    "import train_grpo": 3944,
+    "import sft": 2422,
+    "import eval": 1295,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
