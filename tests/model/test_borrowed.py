@@ -27,18 +27,28 @@ class Borrowed(NamedTuple):
 
 BORROWED = [
     # vLLM: its core, read directly.
-    Borrowed("vllm.LLM.enqueue", "sampling/engines/vllm.py", "adds requests without waiting for them"),
     Borrowed("vllm.LLM.apply_model", "sampling/engines/vllm_weights.py", "reaches the engine's model, to push weights"),
     Borrowed("vllm.LLM.reset_prefix_cache", "sampling/engines/vllm.py", "drops what old weights have computed"),
     Borrowed("vllm.LLM.reset_mm_cache", "extras/families/vision_in_vllm.py", "drops features of images after a push"),
     Borrowed("vllm.v1.engine.llm_engine.LLMEngine.is_sleeping", "sampling/engines/vllm.py", "says what has to wake up"),
     Borrowed("vllm.LLM:llm_engine", "sampling/engines/vllm.py", "leads to the core, its scheduler and its settings"),
     Borrowed(
-        "vllm.v1.engine.llm_engine.LLMEngine:engine_core output_processor logger_manager",
+        "vllm.v1.engine.llm_engine.LLMEngine:engine_core input_processor logger_manager",
         "sampling/engines/vllm.py",
-        "are the parts of an engine that tokens are read from, aborted at and logged by",
+        "are the parts of an engine that requests are made by, tokens are read from, and steps are logged by",
     ),
     Borrowed("vllm.v1.engine.llm_engine.LLMEngine:vllm_config", "sampling/engines/vllm_weights.py", "has all settings"),
+    Borrowed(
+        "vllm.v1.engine.llm_engine.LLMEngine.get_supported_tasks",
+        "sampling/engines/vllm.py",
+        "names tasks of which one is to sample",
+    ),
+    Borrowed(
+        "vllm.v1.engine.input_processor.InputProcessor.process_inputs",
+        "sampling/engines/vllm.py",
+        "makes a request of token ids, or of ids and images",
+    ),
+    Borrowed("vllm.v1.engine.core_client.InprocClient.add_request", "sampling/engines/vllm.py", "begins a response"),
     Borrowed("vllm.v1.engine.core_client.InprocClient.get_output", "sampling/engines/vllm.py", "runs one step"),
     Borrowed("vllm.v1.engine.core_client.InprocClient.abort_requests", "sampling/engines/vllm.py", "ends responses"),
     Borrowed(
@@ -53,11 +63,6 @@ BORROWED = [
         "vllm.v1.core.sched.scheduler.Scheduler:requests has_requests",
         "sampling/engines/vllm.py",
         "tell how vLLM reads a prompt, and whether it has lost a request",
-    ),
-    Borrowed(
-        "vllm.v1.engine.output_processor.OutputProcessor.abort_requests",
-        "sampling/engines/vllm.py",
-        "tells vLLM's own loop not to wait for outputs that we read ourselves",
     ),
     Borrowed(
         "vllm.v1.engine.EngineCoreOutput:request_id new_token_ids new_logprobs routed_experts finish_reason",

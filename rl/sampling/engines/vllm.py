@@ -110,7 +110,8 @@ class Engine(base.Engine):
         self.group = parallel_state.get_tp_group().cpu_group if size > 1 else None
         self.core = self.llm.llm_engine.engine_core
         self.scheduler = self.core.engine_core.scheduler
-        self.steps, self.has_started = 0, False  # steps: since requests were handed to vLLM
+        # count: of the requests that were handed to vLLM; steps: since that was done
+        self.count, self.steps, self.has_started = 0, 0, False
         if self.routing is None:  # else vLLM's scheduler collects the experts of tokens, and must see every token
             if vllm.__version__.startswith(TESTED):
                 take_shortcuts(self.scheduler, self.in_flight)
@@ -123,19 +124,15 @@ class Engine(base.Engine):
         """
         if self.in_flight and self.steps % TAKE_EVERY and not at_once:
             return
-        every = [x for new in self.of_group(self.new) for x in new]
-        self.new = []
-        if not every:
-            return
-        self.steps = 0
-        prompts = [self.prompts.of(x.request.prompt_ids) for x in every]
-        params = [_params(x.request.sampling, x.request.seed) for x in every]
-        names = self.llm.enqueue(prompts, params, use_tqdm=False)
-        # Only vLLM's own output loop forgets these requests, since we read tokens from its core; the core goes on.
-        self.llm.llm_engine.output_processor.abort_requests(names, internal=True)
-        for name, x in zip(names, every, strict=True):
-            self.prompts.check(x.request.prompt_ids, self.scheduler.requests[name].prompt_token_ids)
-            self.in_flight[name] = x
+        every, self.new = [x for new in self.of_group(self.new) for x in new], []
+        tasks = self.llm.llm_engine.get_supported_tasks()
+        for x in every:  # past vLLM's own output loop, since we read tokens from its core
+            self.count, self.steps = self.count + 1, 0
+            prompt, params = self.prompts.of(x.request.prompt_ids), _params(x.request.sampling, x.request.seed)
+            request = self.llm.llm_engine.input_processor.process_inputs(str(self.count), prompt, params, tasks)
+            self.prompts.check(x.request.prompt_ids, request.prompt_token_ids)
+            self.core.add_request(request)
+            self.in_flight[request.request_id] = x
 
     def step(self) -> list[Completion]:
         """See `base.Engine`. Raises RuntimeError if vLLM gives up on a response."""
