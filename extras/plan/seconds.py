@@ -26,7 +26,7 @@ REDUCE_S = 8.5e-6  # of one sum over GPUs that share an engine, of which a layer
 ROUTED = 0.5  # tokens that would choose as many different experts at random as one token does in a real batch
 
 # Training
-PRODUCTS = 0.58  # share of the peak at which products and attention run, forward and backward
+PRODUCTS = 0.60  # share of the peak at which products and attention run, forward and backward
 EXPERTS = 0.29  # of that, what products of experts reach
 HIDDEN_PASSES = 40  # times that a layer's hidden state moves through memory, forward and backward
 INNER_PASSES = 14  # times that its widest results move
@@ -37,6 +37,7 @@ RECURRENT_S = 4.5e-12  # per token and entry of a recurrent state, on an H100
 LINK = 0.67  # share of the bandwidth between GPUs that FSDP reaches
 HIDDEN_BEHIND = 0.63  # share of that communication that goes on behind computation
 BUS = 0.66  # share of the bandwidth to the host
+LAYER_PASS_S = 6.5e-3  # of the host, for forward and backward of a layer, however few tokens a micro-batch has
 DATA_S = 0.05  # of a step that samples nothing, for its rows
 HOST_ADAMW = 2e8  # parameters that AdamW steps per second on the host of one GPU
 
@@ -141,8 +142,11 @@ def pass_s(model: Model, load: Load, way: Way, card: Card, work: Pass, *, learns
     of_layers = 2 * (HIDDEN_PASSES * sizes.hidden * len(sizes.layers) + 2 * INNER_PASSES * sizes.inner)
     moved = of_layers * (passes + more) * (1 if load.compiles else UNCOMPILED) * work.tokens
     moved += LOGIT_BYTES * sizes.vocabulary * work.head_tokens * passes
+    moved += work.micro_batches * _weights_moved(model, shards, learns=learns)
     compute = flops / (PRODUCTS * card.tflops * 1e12) + moved / (READ_WEIGHTS * card.memory_gb_s * 1e9)
     compute += sizes.state * work.tokens * RECURRENT_S * passes
+    if learns:
+        compute = max(compute, work.micro_batches * len(sizes.layers) * LAYER_PASS_S)
     gathers = 2 * sizes.total * (2 if learns else 1)
     summed = 4 * sum(model.learned) if learns else 0
     sent = 0.0
@@ -153,6 +157,19 @@ def pass_s(model: Model, load: Load, way: Way, card: Card, work: Pass, *, learns
         exposed = work.micro_batches * (gathers + summed) * (shards - 1) / shards / over
         sent += max((1 - HIDDEN_BEHIND) * exposed, exposed - compute)
     return compute + sent
+
+
+def _weights_moved(model: Model, shards: int, *, learns: bool) -> float:
+    """Bytes of weights and gradients that a micro-batch moves through a GPU's memory, however few tokens it has.
+
+    FSDP2 reads a rank's part of the weights, in fp32 if they learn, and writes the whole in bf16, which products read:
+    once in a forward pass, and again in a backward pass. That writes gradients in bf16, and reads them, writes them in
+    fp32, and adds a rank's part of them to those of other micro-batches.
+    """
+    learned = sum(model.learned)
+    kept = 2 if model.rank or not learned else 4
+    gathered = model.sizes.total * (kept / shards + 2 + 2)
+    return 2 * gathered + learned * (2 + 2 + 4 + 12 / shards) if learns else gathered
 
 
 def step_s(model: Model, load: Load, way: Way, card: Card) -> float:
