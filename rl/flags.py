@@ -37,7 +37,7 @@ class Needs:
         self.names = names
 
 
-# Of every number. As of every limit, NaN is beyond it: no comparison with NaN holds.
+# The limit of every number. NaN is beyond this limit, as it is beyond all others, since no comparison with NaN holds.
 SIZE = Limit("0, or between 1e-12 and 1e12 in size", lambda x: x == 0 or 1e-12 <= abs(x) <= 1e12)
 TEXT = Limit(  # of every text, and so of every path
     "a text without control characters and without names of over 255 bytes",

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from rl.data.types import Batch, Sample, unknown
 from rl.ranks import Ranks
@@ -72,7 +71,7 @@ def shared_prefix(batch: Batch) -> torch.Tensor:
     position = torch.arange(T, device=ids.device)
     both_real = position < torch.minimum(batch.lengths[1:], batch.lengths[:-1])[:, None]  # (B - 1, T)
     same = both_real & (ids[1:] == ids[:-1])
-    return F.pad(position.where(~same, T).amin(1), (1, 0))
+    return torch.nn.functional.pad(position.where(~same, T).amin(1), (1, 0))
 
 
 def plan_update(
@@ -159,7 +158,8 @@ def make_batch(
             is not keeps its place, and its mask is zero.
         mini_batch_size: rows of an optimizer step; the last one may have fewer.
         max_tokens, rows_per_unit: as for `plan_update`.
-        order: of all places in `responses`, in which the mini-batches take them; by default as they are.
+        order: all places in `responses`, in the order in which the mini-batches take them; by default as they are.
+            Only for one row per unit, since units are neighbors in `responses`.
         version: the number of the newest weights, from which the ages of tokens follow; None if nobody asks.
 
     Returns: the batch of this rank's rows, padded to the longest prompt + response of any rank, and the updates. All
@@ -167,7 +167,8 @@ def make_batch(
     """
     if trainable is None:
         trainable = torch.tensor([r.score.value is not None for r in responses], dtype=torch.bool)
-    order = order or range(len(responses))
+    assert order is None or rows_per_unit == 1, "another order would tear units apart"
+    order = range(len(responses)) if order is None else order
     minis = [sorted(order[start : start + mini_batch_size]) for start in range(0, len(order), mini_batch_size)]
     lengths, shared = [r.num_tokens for r in responses], _shared(responses, minis, ranks)
     learned = [r.num_sampled * int(x) for r, x in zip(responses, trainable.tolist(), strict=True)]
@@ -192,7 +193,8 @@ def _shared(responses: Sequence[Sample], minis: Sequence[Sequence[int]], ranks: 
     their prompts. None count if a model of this run computes them for each.
     """
     shared = [0] * len(responses)
-    for i, j in (pair for rows in minis for pair in itertools.pairwise(rows) if not ranks.not_sharing):
+    pairs = [] if ranks.not_sharing else [pair for rows in minis for pair in itertools.pairwise(rows)]
+    for i, j in pairs:
         above, here = responses[i], responses[j]
         follows = (above.rank, above.number + 1, above.row_index) == (here.rank, here.number, here.row_index)
         shared[j] = here.shared if follows else common_prefix(above.prompt_ids, here.prompt_ids)
@@ -210,8 +212,7 @@ def _deliver(responses: Sequence[Sample], rows_of_rank: list[list[int]], ranks: 
     """The samples of this rank's rows. Each rank sends the tokens that others train on, and nothing else."""
     me, parcels = ranks.data_rank, []
     for rank, rows in enumerate(rows_of_rank):
-        sent = [responses[i] for i in rows if responses[i].rank == me != rank]
-        parcels.append(pickle.dumps([s.tokens() for s in sent]))
+        parcels.append(pickle.dumps([responses[i].tokens() for i in rows if responses[i].rank == me != rank]))
     received = [iter(pickle.loads(parcel)) for parcel in ranks.send(parcels)]
     mine = [responses[i] for i in rows_of_rank[me]]
     return [s if s.rank == me else replace(s, **next(received[s.rank])) for s in mine]

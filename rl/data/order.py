@@ -15,8 +15,8 @@ def prompts_for_step(rows: Sequence[Row], step: int, n: int, seed: int) -> list[
     n that is more than there are rows.
     """
     epoch, batch = divmod(step, len(rows) // n)
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
-    return [rows[i] for i in generator.permutation(len(rows))[batch * n : (batch + 1) * n].tolist()]
+    order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(len(rows)).tolist()
+    return [rows[i] for i in order[batch * n : (batch + 1) * n]]
 
 
 def derive_seed(*numbers: int) -> int:

@@ -27,7 +27,7 @@ UNREAD = (
 )
 Paths = str | os.PathLike | Sequence[str | os.PathLike]  # .parquet or .jsonl files, concatenated in this order
 
-BATCH_ROWS, BUFFER_BYTES = 32, 2**20  # of a parquet file, that are read at a time
+BATCH_ROWS, READ_BYTES = 32, 2**20  # of a parquet file, that are read at a time
 
 
 def read_rows(files: Paths, *, needs_truth: bool = False, has_partner: bool = False) -> Lazy[Row]:
@@ -97,9 +97,7 @@ def _read_parquet(file: Path) -> Iterator[Row]:
     pa.set_memory_pool(pa.system_memory_pool())  # others keep much of what was freed
     try:
         # A whole row group would be read at once without a buffer, or with the one that is filled ahead.
-        with pq.ParquetFile(
-            file, page_checksum_verification=True, buffer_size=BUFFER_BYTES, pre_buffer=False
-        ) as parquet:
+        with pq.ParquetFile(file, page_checksum_verification=True, buffer_size=READ_BYTES, pre_buffer=False) as parquet:
             names = parquet.schema_arrow.names
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise ValueError(f"{file}: has two columns {twice[0]!r}; leave one of them out, or rename it")

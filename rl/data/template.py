@@ -80,7 +80,7 @@ def prepare(tokenizer: Tokenizer, flags: Texts, day: str | None) -> Tokenizer:
     if unread := sorted(arguments.keys() - read):
         raise ValueError(
             f"{flag}: the chat template of {tokenizer.name_or_path!r} does not read {unread[0]!r}, or this program "
-            f"sets it; leave it out, or correct its name (the template also reads {', '.join(sorted(read)) or 'none'})"
+            f"sets it; leave it out, or correct its name (the template reads {', '.join(sorted(read)) or 'no other'})"
         )
     tokenizer.rendering = Rendering(arguments, day or date.today().isoformat(), flags.allow_dropped_text)
     return tokenizer

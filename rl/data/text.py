@@ -40,6 +40,7 @@ MARKER = re.compile(r"zq(\d+)zq")  # letters and digits, which no template escap
 WORD = re.compile(r"<[^\s<>]+>|\[/?[A-Z_]+\]|◁[^\s◁▷]+▷|(?P<word>\w+|[^\w\s<\[◁]+|[<\[◁])")
 MOST_SHAPES = 1000  # that are remembered
 NO_LIMIT = sys.maxsize  # of tokens
+PIECE = 2**16  # characters that are looked up in the vocabulary at a time, since tokenizing takes much memory
 
 
 def write(
@@ -56,10 +57,10 @@ def write(
     """The text that the chat template makes of a row's messages and tools. It contains every text of these.
 
     Args: field, the column of the messages; last, that of the last message's content, if it is another one; checked,
-    whether dropped text is an error; draw, `render` or `continued`, which gets `how`, where `tools` take the place of
-    the row's own and are not looked for in the text. Raises ValueError, naming the row and the field, if the template
-    refuses the messages, if it drops text and --allow-dropped-text is not set, or if the vocabulary has no tokens for a
-    text.
+    whether dropped text is an error; draw, `render` or `continued`, which gets `how`. `tools` among these are for a row
+    that has none of its own, and are not looked for in the text. Raises ValueError, naming the row and the field, if
+    the template refuses the messages, if it drops text and --allow-dropped-text is not set, or if the vocabulary has no
+    tokens for a text.
     """
     if tokenizer.chat_template is None:
         raise ValueError(
@@ -77,12 +78,12 @@ def write(
     def drawn(mark: Mark | None = None) -> str:
         said, tools = marked(mark) if mark else (messages, row.get("tools"))
         said = attachments.in_messages(said)
-        more = {"tools": tools or None, "chat_template": attachments.chat_template} | how
+        arguments = {"tools": tools or None, "chat_template": attachments.chat_template} | how
         try:
-            return draw(tokenizer, said, **more)
+            return draw(tokenizer, said, **arguments)
         except FAULTS:
             with contextlib.suppress(*FAULTS):  # DeepSeek-V3's template wants the arguments of calls as JSON
-                return draw(tokenizer, [with_json_arguments(x) for x in said], **more)
+                return draw(tokenizer, [with_json_arguments(x) for x in said], **arguments)
             raise
 
     try:
@@ -246,7 +247,7 @@ def check_vocabulary(tokenizer: Tokenizer, row: Row, place: str, text: str) -> N
     """Raise ValueError, naming the row and the place, if a text has characters for which there are no tokens."""
     if rendering_of(tokenizer).allow_dropped_text or _has_all_bytes(tokenizer):
         return
-    if _lost(tokenizer, text):
+    if any(_lost(tokenizer, text[start : start + PIECE]) for start in range(0, len(text), PIECE)):
         character = next((x for x in dict.fromkeys(text) if not x.isspace() and _lost(tokenizer, x)), text)
         raise ValueError(
             f"{named(row)}: {place}: the tokens do not contain {shown(character)}, for which the vocabulary of "

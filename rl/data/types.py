@@ -116,7 +116,7 @@ class Sample:
     row_index: int
     outcome: Outcome | None = None  # what the policy's partner says of the response, if there is a partner
     columns: Columns = field(default_factory=dict)
-    score: Score = None  # pyrefly: ignore[bad-assignment]  # see above; without the text on other ranks
+    score: Score = None  # pyrefly: ignore[bad-assignment]  # see above; without the text after `gather_responses`
     data_source: str = ""  # of its row
     num_response_tokens: int = 0  # with what a partner said; --max-response-length limits these
     num_sampled: int = 0  # those of them that the policy sampled; metrics and rewards call this response_length

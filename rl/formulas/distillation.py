@@ -39,7 +39,8 @@ def reverse_kl(student: Tensor, teacher: Tensor, *, beta: float = 0.0) -> Tensor
 
     Source: MiniLLM, eq. 1, arXiv 2306.08543; GKD, sec. 2, arXiv 2306.13649.
     """
-    return forward_kl(teacher, student)
+    assert student.shape == teacher.shape, f"{tuple(student.shape)} and {tuple(teacher.shape)}"
+    return (student.exp() * (student - teacher)).sum(-1)
 
 
 def jsd(student: Tensor, teacher: Tensor, *, beta: float) -> Tensor:

@@ -431,6 +431,31 @@ def test_a_character_without_a_token_is_named(unk_token):
         list(add_given(rows, tokenizer, ("chosen", "rejected"), 9))
 
 
+class Longest:
+    """A tokenizer that notes the longest text that it is asked to tokenize."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.longest = tokenizer, 0
+
+    def __call__(self, text, **options):
+        self.longest = max(self.longest, *map(len, [text] if isinstance(text, str) else text))
+        return self.tokenizer(text, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+@pytest.mark.parametrize("make", [lambda text: text, lambda text: [user(text)]], ids=["text", "messages"])
+def test_a_long_text_is_looked_up_in_the_vocabulary_piece_by_piece(make):
+    """Tokenizing takes some 350 bytes of memory for each character."""
+    text, tokenizer = "ab " * 100_000, Longest(plain_tokenizer())
+    with pytest.raises(ValueError, match="over --max-prompt-length 9"):
+        encode_prompts(tokenizer, [{"prompt": make(text)}], max_prompt_length=9)
+    with pytest.raises(ValueError, match="the tokens do not contain 'é' .*has no token"):
+        encode_prompts(tokenizer, [{"prompt": make(text + "é")}], max_prompt_length=9)
+    assert 9 < tokenizer.longest <= 2**16
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What stands around a text
 
@@ -655,7 +680,7 @@ def test_arguments_reach_every_rendering():
         ('{"tokenize": true}', "does not read 'tokenize', or this program sets it; leave it out"),
         (
             '{"add_generation_prompt": false}',
-            "does not read 'add_generation_prompt', or this program sets it; .* also reads enable_thinking\\)",
+            "does not read 'add_generation_prompt', or this program sets it; .* reads enable_thinking\\)",
         ),
         ('{"messages": []}', "does not read 'messages', or this program sets it"),
         ('{"enable_thinkin": false}', "does not read 'enable_thinkin', .*reads enable_thinking"),

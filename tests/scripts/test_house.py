@@ -28,9 +28,9 @@ from launch import ROOT
 LIMITS = {
     "core": 2993,
     "wall": 1615,
-    "import train_grpo": 3944,
+    "import train_grpo": 3943,
     "import sft": 2422,
-    "import eval": 1295,
+    "import eval": 1294,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,
