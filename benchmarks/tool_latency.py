@@ -21,11 +21,14 @@ how often the engine has decoded, and how many sequences each of these steps had
 trainer's thread did in that repeat: the seconds, for how many of them it used a CPU, and how often it was done:
 
     engine                          vLLM's step, in which the thread waits for the GPU; or the step of the hf engine
+    engine, also reading            the same, when it also hands a step to the GPU that reads prompts or turns
     reading tokens                  what our engine does with the tokens of a step
     requests, adding                new requests: handed to our engine, and by that to vLLM
     beginning conversations, after turns, answers, and waiting for them, ending conversations
                                     the calls of the policy's partner
     the rest                        the loop itself, and the objects of responses
+
+With --profile, a further run of each kind tells for how many seconds the GPU was busy, and what its kernels took.
 
 For a latency: the longest that one conversation has waited for its own chain of calls, and by how much of that
 generation has grown.
@@ -38,13 +41,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Hashable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -132,6 +136,8 @@ class Args:
     """Conversations that are decoded at a time."""
     repeats: int = 5
     """The fastest one counts: other programs on the machine make some slower."""
+    profile: bool = False
+    """Also run each kind once under torch's profiler, on a GPU."""
     out: Path | None = None
     """Append the lines to this file."""
 
@@ -152,7 +158,8 @@ class Watch:
         self.spent: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
         self.calls: dict[str, int] = defaultdict(int)
 
-    def wrap(self, owner: Any, name: str, label: str) -> None:
+    def wrap(self, owner: Any, name: str, label: str | Callable[[], str]) -> None:
+        """Watch a function. A label that is a function is asked for after each call."""
         function = getattr(owner, name)
 
         def timed(*arguments: Any, **named: Any) -> Any:
@@ -160,9 +167,9 @@ class Watch:
             try:
                 return function(*arguments, **named)
             finally:
-                took = clocks() - start
-                self.spent[label] += took - self.inner
-                self.calls[label] += 1
+                took, name = clocks() - start, label if isinstance(label, str) else label()
+                self.spent[name] += took - self.inner
+                self.calls[name] += 1
                 self.inner = outer + took
 
         setattr(owner, name, timed)
@@ -268,12 +275,22 @@ class Generation:
         self.script.direct(self.engine)
         watched = [(self.partner, name, label) for name, label in PARTS.items()]
         watched += [(self.engine, "step", "reading tokens"), (self.engine, "add", "requests")]
+        self.reads = False  # whether the step that was scheduled last also reads
         if args.engine == "vllm":
-            watched += [(self.engine.core, "get_output", "engine"), (self.engine, "_take_new", "adding")]
+            scheduler = self.engine.scheduler
+            scheduler.schedule = functools.partial(self.scheduled, scheduler.schedule)
+            label = lambda: "engine, also reading" if self.reads else "engine"  # noqa: E731
+            watched += [(self.engine.core, "get_output", label), (self.engine, "_take_new", "adding")]
         else:
             watched[-2] = (self.engine, "step", "engine")
         for owner, name, label in watched:
             self.watch.wrap(owner, name, label)
+
+    def scheduled(self, schedule: Callable, *args: Any) -> Any:
+        """What vLLM's scheduler says, of which it is noted whether more than one token of a sequence is computed."""
+        said = schedule(*args)
+        self.reads = said.total_num_scheduled_tokens > len(said.num_scheduled_tokens)
+        return said
 
     def measure(self, kind: str, latency: float | None) -> Run:
         """Sample once."""
@@ -294,7 +311,7 @@ class Generation:
         samples = [x for i in sorted(found) for x in found[i]]
         assert len(samples) == len(self.rows) * self.args.rollout_n
         assert all(x.finish_reason != "error" for x in samples), "a conversation has failed"
-        steps, tokens = calls["engine"], sum(x.num_sampled for x in samples)
+        steps, tokens = calls["engine"] + calls["engine, also reading"], sum(x.num_sampled for x in samples)
         return Run(took[0], parts, steps, tokens / steps, samples)
 
     def close(self) -> None:
@@ -302,17 +319,34 @@ class Generation:
         self.engine.close()
 
 
+def profiled(run: Callable[[], Run]) -> dict[str, Any]:
+    """For how many seconds the GPU was busy in a run, of how many, and the kernels that took longest, in seconds."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        seconds = run().seconds
+    busy, end, kernels = 0, 0, Counter()
+    events = (x for x in profile.profiler.kineto_results.events() if x.device_type() == torch.autograd.DeviceType.CUDA)
+    for x in sorted(events, key=lambda x: x.start_ns()):
+        busy += max(0, x.end_ns() - max(x.start_ns(), end))
+        end = max(end, x.end_ns())
+        kernels[x.name()] += x.duration_ns() / 1e9
+    longest = {name[:80]: round(x, 3) for name, x in kernels.most_common(10)}
+    return dict(gpu_busy_s=round(busy / 1e9, 3), profiled_s=round(seconds, 3), kernels_s=longest)
+
+
 def main(args: Args) -> list[dict]:
-    """Measure; returns the lines."""
+    """Measure; returns the lines. Raises ValueError if there is no GPU to profile."""
+    if args.profile and not torch.cuda.is_available():
+        raise ValueError("--profile: no GPU is visible here, and only kernels of a GPU are profiled; leave it out")
     kinds = [("plain", None), ("seeded", None), *(("conversations", latency) for latency in args.latencies)]
     with tempfile.TemporaryDirectory() as folder:
         generation = Generation(args, Path(folder))
         for kind in kinds:
             generation.measure(*kind)  # a warm-up
         runs = [[generation.measure(*kind) for kind in kinds] for _ in range(args.repeats)]
+        profiles = [profiled(lambda kind=kind: generation.measure(*kind)) if args.profile else {} for kind in kinds]
         generation.close()
     lines: list[dict] = []
-    for (kind, latency), same in zip(kinds, zip(*runs, strict=True), strict=True):
+    for (kind, latency), same, profile in zip(kinds, zip(*runs, strict=True), profiles, strict=True):
         best = min(same, key=lambda run: run.seconds)
         tokens = sum(x.num_sampled for x in best.samples)
         line = dict(
@@ -343,7 +377,7 @@ def main(args: Args) -> list[dict]:
             line |= dict(latency_s=latency, equal=round(equal, 3), chain_s=chain, grown_s=round(grown, 3))
             line |= dict(longest_wait_s=round(statistics.median(waits), 3))
             line |= dict(grown_chains=round(grown / chain, 3) if chain else None)
-        lines.append(line | {"parts": best.parts})
+        lines.append(line | {"parts": best.parts} | profile)
         print(json.dumps(lines[-1]), flush=True)
     if args.out:
         with open(args.out, "a") as file:
