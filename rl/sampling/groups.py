@@ -41,7 +41,7 @@ def sample_groups(
     engine: Engine,
     rows: Sequence[dict],
     sampling: Sampling | Sequence[Sampling],
-    on_group: Callable[[dict, list[Sample]], object] | None = None,
+    on_group: Callable[[dict, list[Sample]], object] = lambda row, samples: None,
     partner: Partner | None = None,
     *,
     seed: int,
@@ -68,8 +68,7 @@ def sample_groups(
             loop.start(i, row, way)
         for i, samples in progress("generate", loop.run(), total=len(rows)):
             groups[i] = samples
-            if on_group is not None:
-                on_group(rows[i], samples)
+            on_group(rows[i], samples)
         if loop.is_open():  # the run was asked to stop
             loop.abandon()
     return [sample for i in range(len(rows)) for sample in groups.get(i, ())]

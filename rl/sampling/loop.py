@@ -173,8 +173,7 @@ class Loop:
         for completion in self.engine.step():
             if (x := self.trajectories.get(completion.request.key)) is None or x.key in self.waiting:
                 name, j = completion.request.key
-                which = f"response {j} to prompt {name}"
-                raise RuntimeError(f"the engine returned {which}, which it had returned before or was not asked for")
+                raise RuntimeError(f"the engine returned response {j} to prompt {name} again, or was not asked for it")
             x.take(completion, self.engine.policy_version)
             x.turns += 1
             if self.partner is not None and self.partner.after(x):

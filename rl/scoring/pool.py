@@ -89,12 +89,11 @@ class Scorer:
         self.judges: Sequence[Judge] = ()  # change what the functions gave; they have to be loaded before `collect`
         # A worker ends with the thread that has started it, so `close` ends the threads. These are daemons: the threads
         # of an executor would be waited for when a trainer fails.
-        self.threads = ThreadPool(self.num_workers)
         try:
-            self.idle = self.threads.starmap(Worker, [setup] * self.num_workers)  # workers without a task
-        except OSError as error:
-            self.close()
-            raise ValueError(f"--reward-workers {self.num_workers} cannot be started ({error}); lower it") from error
+            self.threads = ThreadPool(self.num_workers)
+        except (RuntimeError, AttributeError) as error:  # a ThreadPool whose threads cannot start raises either
+            raise ValueError(f"--reward-workers {self.num_workers}: too many threads ({error}); lower it") from error
+        self.idle = self.threads.starmap(Worker, [setup] * self.num_workers)  # workers without a task
         if problems := [worker.loaded["problem"] for worker in self.idle if "problem" in worker.loaded]:
             self.close()
             raise ValueError(f"--custom-reward-function {' '.join(functions)} cannot be loaded: {problems[0]}")

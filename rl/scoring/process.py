@@ -20,8 +20,7 @@ TASKS_PER_WORKER = 1000  # then a fresh process takes over, whatever the functio
 class Worker:
     """A process that calls reward functions, and is replaced when it has ended. Args: what `worker.Rewards.load` gets.
 
-    Replies are dicts: the worker's, or {"problem": text, "status": "error" or "timeout"} if it has sent none. Raises
-    OSError if no process can be started.
+    Replies are dicts: the worker's, or {"problem": text, "status": "error" or "timeout"} if it has sent none.
     """
 
     def __init__(self, *setup: Any):
@@ -32,7 +31,10 @@ class Worker:
         ours, theirs = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # beyond it BlockingIOError is raised
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", MESSAGE_SECONDS, 0))
-        self.process = children.start_worker("rl.scoring.worker.main", theirs)
+        try:
+            self.process = children.start_worker("rl.scoring.worker.main", theirs)
+        except OSError as error:
+            return {"problem": f"no more processes can be started ({error}); lower --reward-workers", "status": "error"}
         self.connection, self.num_tasks = Connection(ours.detach()), 0
         return self._ask(START_SECONDS, "load", *self.setup)
 

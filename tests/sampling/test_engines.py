@@ -52,7 +52,7 @@ from rl.sampling.verify import check_engine, sampled_by
 ROWS = [{"prompt_ids": prompt, "row_index": 10 + i} for i, prompt in enumerate(PROMPTS)]
 
 
-def samples_from(engine, rows=ROWS, *, seed=0, on_group=None, **sampling):
+def samples_from(engine, rows=ROWS, *, seed=0, on_group=lambda row, samples: None, **sampling):
     options = Sampling(**{"n": 2, "temperature": TEMPERATURE, "max_tokens": 12} | sampling)
     return sample_groups(engine, rows, options, seed=seed, on_group=on_group)
 

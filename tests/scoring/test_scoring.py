@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -813,10 +814,47 @@ def test_processes_that_cannot_be_started_are_a_mistake_in_reward_workers(pool, 
     path = write("return 1.0")
     with pytest.raises(ValueError, match="--reward-workers") as error:
         pool(path, workers=4)
-    why = "[Errno 11] Resource temporarily unavailable"
-    assert str(error.value) == f"--reward-workers 4 cannot be started ({why}); lower it"
+    assert str(error.value) == (
+        f"--custom-reward-function {path} cannot be loaded: no more processes can be started "
+        "([Errno 11] Resource temporarily unavailable); lower --reward-workers"
+    )
     assert len(processes) == started
     until(lambda: all(x.poll() is not None for x in processes), 60, "a process that was started outlived the mistake")
+
+
+def test_responses_are_not_scored_while_processes_cannot_be_started_again(pool, write, tokenizer, monkeypatch, capfd):
+    """Whichever task finds out first, and also the tasks behind it."""
+    scorer, start_worker = pool(write("import os\nos._exit(3)"), workers=2), process.children.start_worker
+
+    def start(function, theirs):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(process.children, "start_worker", start)
+    group = submitted(scorer, row(7), [sample(tokenizer, 7, "a") for _ in range(6)])
+    assert statuses(collected(scorer, [group])) == ["error"] * 6
+    shown = capfd.readouterr().err
+    assert "row 7: " in shown and "6 problem(s)" in shown
+    group = submitted(scorer, row(8), [sample(tokenizer, 8, "a")])
+    assert statuses(collected(scorer, [group])) == ["error"]
+    why = "no more processes can be started ([Errno 11] Resource temporarily unavailable); lower --reward-workers"
+    assert f"row 8: {why}" in capfd.readouterr().err
+    monkeypatch.setattr(process.children, "start_worker", start_worker)
+    scorer.idle[0].setup, scorer.idle[1].setup = [([], *worker.setup[1:]) for worker in scorer.idle]
+    assert statuses(score(scorer, "a", "b")) == ["ok", "ok"]
+
+
+@pytest.mark.parametrize("started", [2, 5])  # threads: 4 for the workers, then multiprocessing's own
+def test_threads_that_cannot_be_started_are_a_mistake_in_reward_workers(pool, write, monkeypatch, started):
+    start, calls, path = threading.Thread.start, itertools.count(), write("return 1.0")
+
+    def start_a_few(thread):
+        if next(calls) >= started:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_a_few)
+    with pytest.raises(ValueError, match=r"--reward-workers 4: too many threads \(.*\); lower it"):
+        pool(path, workers=4)
 
 
 TRAINER = """
