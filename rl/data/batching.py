@@ -101,7 +101,7 @@ def plan_update(
         learned: tokens of every row that the loss counts, for `num_tokens` and `num_seqs`; by default all.
         rows_per_unit: how many rows, such as 2 of a pair, are never separated.
 
-    Raises ValueError if the rows are no whole units.
+    Raises ValueError if the rows do not make up whole units.
 
     Example of lengths [5, 4, 3, 2]: with max_tokens 5 the micro-batches are [[0], [2, 3], [1]], and those of two ranks
     [[0], [2]] and [[1], [3]]; with max_tokens 7 and shared [0, 3, 2, 1] they are [[0, 1], [2, 3]].
@@ -117,7 +117,7 @@ def plan_update(
         """Micro-batches of at most `limit` tokens, each unit in the last one if that has room, and their tokens."""
         micros, tokens = [], []
         for unit in units:
-            more = sum(lengths[i] - shared[i] for i in unit)  # than the units before it
+            more = sum(lengths[i] - shared[i] for i in unit)  # that it adds to the units before it
             if micros and tokens[-1] + more <= limit:
                 micros[-1] += unit
                 tokens[-1] += more
@@ -131,11 +131,11 @@ def plan_update(
     limit = bisect.bisect_left(range(max_tokens), True, key=lambda limit: len(cut(limit)[0]) <= count * size)
     micros, tokens = cut(limit)
     largest_first = [micros[k] for k in sorted(range(len(micros)), key=lambda k: -tokens[k])]
-    own = largest_first[rank::size]
-    own += [[] for _ in range(count - len(own))]  # each an object of its own, since scripts look for the last one
-    rows_of_rank = [sorted(itertools.chain(*largest_first[x::size])) for x in range(size)]
+    micro_batches = largest_first[rank::size]
+    micro_batches += [[] for _ in range(count - len(micro_batches))]  # different objects: scripts ask which is the last
+    rows_of_rank = [sorted(itertools.chain(*largest_first[other::size])) for other in range(size)]
     num_tokens, num_seqs = sum(learned[i] for i in rows), sum(learned[i] > 0 for i in rows)
-    return Update(rows, own, float(num_tokens), float(num_seqs), rows_of_rank)
+    return Update(rows, micro_batches, float(num_tokens), float(num_seqs), rows_of_rank)
 
 
 def make_batch(

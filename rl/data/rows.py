@@ -33,9 +33,9 @@ BATCH_ROWS, READ_BYTES = 32, 2**20  # of a parquet file, that are read at a time
 def read_rows(files: Paths, *, needs_truth: bool = False, has_partner: bool = False) -> Lazy[Row]:
     """Read and check RL prompts in verl's schema.
 
-    Args: needs_truth, whether rows with an empty ground truth are left out, which a line then says: verl's file of MATH
-    has two. A reward model, or a function of the user's own, may do without. has_partner, whether something answers the
-    policy.
+    Args: needs_truth, whether rows with an empty ground truth are left out, of which verl's file of MATH has two; a
+    line then names them. A reward model, or a function of the user's own, may do without a ground truth. has_partner,
+    whether something answers the policy.
 
     Returns: one dict per row, which is made when it is asked for, so that changing it changes nothing in the sequence.
     It has all columns: `prompt` (str, or list of {"role", "content"}), `data_source` (str), `reward_model` (dict with

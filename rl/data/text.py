@@ -166,7 +166,7 @@ def _marked(value: Any, place: str, mark: Mark, metadata: frozenset[str] | None,
     for key, x in value.items():
         under = f"{place}.{key}"
         if metadata is None or has_names:
-            result[mark(under, key)] = _marked(x, under, mark, metadata)
+            result |= {mark(under, key): _marked(x, under, mark, metadata)}  # the key first, as templates write it
         elif key in metadata:
             result[key] = x
         else:

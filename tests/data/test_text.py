@@ -379,6 +379,16 @@ def test_rows_of_one_shape_are_rendered_once_each():
     assert len(count) == 101
 
 
+def test_the_name_of_a_property_is_looked_for_in_front_of_its_description():
+    """A message that has the name too would be taken for it, and each row would be rendered again."""
+    tokenizer, count, weather = make_tokenizer(QWEN3), [], tool(city=CITY)
+    del weather["function"]["parameters"]["required"]  # which names it behind its description
+    render = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda *x, **y: count.append(1) or render(*x, **y)
+    encode_prompts(tokenizer, [row_of([user(f"Is it warm in the city {i}?")], [weather]) for i in range(9)])
+    assert len(count) == 10
+
+
 def test_demonstrations_and_pairs_name_their_own_columns():
     tokenizer = make_tokenizer(R1)
     messages = [user("a"), says("b"), user("a"), says(THOUGHT)]
