@@ -12,15 +12,15 @@ tokens before it, at the temperature and top-p that sampled it:
     ratio       ratio_it = exp(l_it - l_old_it)        l_old: l when the step began, so the first update has ratio 1
     loss        L        = mean over all sampled tokens of max(-A_i ratio_it, -A_i clip(ratio_it, 1 - low, 1 + high))
 
-Where this departs from the paper, as most code does: the mean is over tokens, not over means of sequences (DAPO); there
-is no KL term unless --use-kl-loss; the standard deviation is unbiased; where A is negative the loss is at most 3 |A|
-(dual clip, arXiv 1912.09729). Other estimators, losses, means and KL terms: train_grpo_variants.py.
+Four things differ from the paper, as in most code. The mean is over all tokens, as in DAPO, not over the means of the
+responses. There is no KL term unless --use-kl-loss is set. The standard deviation is unbiased. Where A is negative, the
+loss is at most 3 |A| (dual clip, arXiv 1912.09729). train_grpo_variants.py has other estimators, losses and means.
 
 A step samples, scores and learns. An update is one optimizer step, on one mini-batch of the step's responses.
 
-P prompts a step, B = P * G responses, b of these on this process (rank), T tokens of prompt and response. Tensors of
-tokens are (b, T), and position t describes token t given the tokens before it; names with _PG are (P, G). Flags and
-metrics have verl's names: the actor is the policy, and critic/ has scores and advantages; there is no critic here.
+A step has P prompts and B = P * G responses, b of which this process (rank) trains on. Prompt and response have at most
+T tokens. Tensors of tokens are (b, T), and position t describes token t given the tokens before it. Names with _PG are
+(P, G). Flags and metrics have verl's names: the actor is the policy, and critic/ has scores and advantages.
 docs/train_grpo.md explains all of this in more detail, docs/architecture.md what happens on several GPUs.
 """
 
@@ -129,16 +129,16 @@ def main(args: Args) -> dict[str, float]:
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
         mean, std = advantages.group_mean_std(scores_PG)  # (P, 1)
         advantages_PG = ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
-        # batch.rows (b,): which of the B responses this rank trains on.
+        # batch.rows (b,): the numbers of this rank's responses among all B. Indexing with it gives (b, 1).
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
         run.may_stop_after("adv")
 
         # 5. Updates: one optimizer step for each mini-batch. Its gradient is summed over micro-batches to save memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         optimizer.param_groups[0]["lr"] = lr
-        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
+        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # both collect metrics, for phase 6
         for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
-            # The mini-batch's tokens on all ranks: divided by these, gradients of micro-batches and ranks just add up.
+            # All ranks divide by the mini-batch's tokens on all ranks, so gradients of micro-batches and ranks add up.
             num_tokens = max(update.num_tokens, 1)
             for micro_rows in run.micro_batches(update):
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', T'): cut to their longest row
@@ -146,8 +146,8 @@ def main(args: Args) -> dict[str, float]:
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling)
                 old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 
-                # The gradient of the ratio is ratio * gradient of logp, or 0 where a clip decides. With one update a
-                # step, as by default, the ratio is 1 and nothing is clipped: the gradient is that of -A * logp.
+                # The gradient of the ratio is ratio * gradient of logp; where a clip decides, the loss has none. With
+                # one update per step, which is the default, the ratio is 1: the gradient is that of -A * logp.
                 ratio = (logp - old_logp).clamp(-20, 20).exp()  # clamped against overflow
                 unclipped = -A * ratio
                 clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)
@@ -155,7 +155,7 @@ def main(args: Args) -> dict[str, float]:
                 # Dual clip: where A < 0 nothing else bounds the loss, and one token could outweigh all others.
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)
                 is_clipped = (pg_loss != unclipped).float()
-                # 1, unless a flag such as --rollout-is asks to correct for the engine's slightly different log-probs.
+                # All weights are 1, unless a flag such as --rollout-is corrects for the engine's different log-probs.
                 weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss

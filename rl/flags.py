@@ -27,7 +27,7 @@ class Limit(NamedTuple):
 
     text: str
     holds: Callable[[Any], Any]
-    of: type = float  # float: any number
+    of: type = float  # the type of the values that it limits; float stands for int too
 
 
 class Needs:
@@ -120,6 +120,7 @@ def check_limits(args: Any) -> None:
             if all(values[other] in (None, False, 0, (), "none") for other in needs):
                 others = " or ".join(map(spelled, needs))
                 raise ValueError(f"{spelled(name)} {given} says nothing without {others}; add that, or leave it out")
+    # The two ends of a range are named alike: x_lower_bound and x_upper_bound, x_lb and x_ub, or x_lower and x.
     for low in values:
         high = low.replace("_lower_bound", "_upper_bound").replace("_lb", "_ub").removesuffix("_lower")
         if low != high and high in values and values[low] > values[high]:

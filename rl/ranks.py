@@ -34,8 +34,8 @@ class Ranks:
     data_size: int
     group: dist.ProcessGroup  # of all ranks
     data_group: dist.ProcessGroup  # of those that work on different data
-    # Models that run without sharing the tokens that neighboring rows begin with. A way to run a model adds it here,
-    # and `batching` looks whether there are any.
+    # Most models compute a prompt that neighboring rows share once (rl/model/logprobs.py). Models that do not do so are
+    # added here when they are loaded. If there are any, rl/data/batching.py counts a shared prompt for every row.
     not_sharing: weakref.WeakSet = field(default_factory=weakref.WeakSet, compare=False, repr=False)
 
     @property
@@ -72,15 +72,15 @@ class Ranks:
         return largest
 
     def all_rows(self, own: torch.Tensor, rows: torch.Tensor, size: int) -> torch.Tensor:
-        """One number of each row of a step, from those that every rank has of its own rows.
+        """A tensor with one number for each row of a step, put together from what each rank has for its own rows.
 
-        Args: own (b,), of this rank's rows; rows (b,) int64, which of the step's `size` rows these are (`Batch.rows`).
-        Returns: (size,), the same on all ranks. All data ranks must enter.
+        Args: own (b,), the numbers of this rank's rows; rows (b,) int64, which of the step's `size` rows these are, as
+        in `Batch.rows`. Returns: (size,), the same on all ranks. All data ranks must enter.
         """
         return self.all_reduce_sum(own.new_zeros(size).index_copy(0, rows, own))
 
     def mean(self, x: torch.Tensor, mask: torch.Tensor) -> float:
-        """Mean of the entries of x with mask 1 on all data ranks, which must enter; 0 of none.
+        """Mean of the entries of x with mask 1 on all data ranks, which must enter; 0 if there are none.
 
         Sums are taken in float64: equal float32 values have exactly their value as mean.
         """
@@ -111,7 +111,7 @@ class Ranks:
 
 
 def die_with_launcher() -> None:
-    """Under torchrun, end this process when it ends: a rank left behind would hold the GPU's memory for ever."""
+    """Under torchrun, end this process when it ends: a rank left behind would hold the GPU's memory forever."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -123,7 +123,7 @@ def init_ranks() -> Ranks:
     die_with_launcher()
     if "RANK" not in os.environ:
         os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # asked for by who joins a world without `Ranks`
+        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # for code that joins the world without `Ranks`
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens where the machine's name leads
     use_cuda = torch.cuda.is_available()
     where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")

@@ -34,8 +34,8 @@ def collate(
     response_mask marks sampled tokens by position, never by id, so that `pad_id == eos_id` changes nothing:
     the EOS a policy sampled is trained on, the padding after it is not.
 
-    Args: rows, the place of each sample among those of the step, ascending; by default the samples are all of them.
-    `share` takes all samples for those of one update; `make_batch` corrects it.
+    Args: rows, the place of each sample among those of the step, ascending; by default the samples are the whole step.
+    `share` is computed as if these samples were one update; `make_batch` replaces it by the right one.
     """
     assert samples or width, "collate needs at least one sample, or a width"
     B, T = len(samples), width or max(s.num_tokens for s in samples)
@@ -71,6 +71,7 @@ def shared_prefix(batch: Batch) -> torch.Tensor:
     position = torch.arange(T, device=ids.device)
     both_real = position < torch.minimum(batch.lengths[1:], batch.lengths[:-1])[:, None]  # (B - 1, T)
     same = both_real & (ids[1:] == ids[:-1])
+    # The first position that is not the same, or T if all are, is the number of tokens in common.
     return torch.nn.functional.pad(position.where(~same, T).amin(1), (1, 0))
 
 
@@ -86,7 +87,8 @@ def plan_update(
 ) -> Update:
     """Divide the rows of one optimizer step among the ranks, and those of each rank into micro-batches.
 
-    The rows are cut, in their order, into micro-batches of at most `max_tokens`; a longer unit gets one of its own.
+    The rows are cut, in their order, into micro-batches of at most `max_tokens`. A unit is `rows_per_unit` rows, mostly
+    one, which stay together. A unit that is longer than `max_tokens` gets a micro-batch of its own.
     Every rank gets the same number of micro-batches, as few as possible, and the largest is as small as possible. Ranks
     wait for each other in every micro-batch, so those of similar size run at the same time. If there are not enough
     for all ranks, some ranks get empty lists at the end. This is a pure function of its arguments, so all ranks agree
@@ -127,7 +129,8 @@ def plan_update(
         return micros, tokens
 
     count = math.ceil(len(cut(max_tokens)[0]) / size)  # micro-batches of a rank
-    # The smallest limit that makes no more, so that they are of about equal size: a larger one never makes more.
+    # The smallest limit that makes no more micro-batches than that, so that they are about equally large. Bisection can
+    # find it, since a larger limit never makes more micro-batches.
     limit = bisect.bisect_left(range(max_tokens), True, key=lambda limit: len(cut(limit)[0]) <= count * size)
     micros, tokens = cut(limit)
     largest_first = [micros[k] for k in sorted(range(len(micros)), key=lambda k: -tokens[k])]
@@ -211,7 +214,7 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 def _deliver(responses: Sequence[Sample], rows_of_rank: list[list[int]], ranks: Ranks) -> list[Sample]:
     """The samples of this rank's rows. Each rank sends the tokens that others train on, and nothing else."""
     me, parcels = ranks.data_rank, []
-    for rank, rows in enumerate(rows_of_rank):
+    for rank, rows in enumerate(rows_of_rank):  # its parcel: what this rank has sampled and that other rank trains on
         parcels.append(pickle.dumps([responses[i].tokens() for i in rows if responses[i].rank == me != rank]))
     received = [iter(pickle.loads(parcel)) for parcel in ranks.send(parcels)]
     mine = [responses[i] for i in rows_of_rank[me]]

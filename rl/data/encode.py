@@ -52,16 +52,16 @@ def encode_prompts(
 
     A message list goes through the tokenizer's chat template, with the row's `tools` and the generation prompt; the
     template's text holds its own special tokens, so none are added. If it ends with a message of the assistant, the
-    policy continues that message. A string gets the tokens that the tokenizer puts in front of a text, such as BOS,
-    unless one of them is its first token, which may stand behind white space. It gets none behind it. What a row has
-    beside text has ids of its own: see attachments.py.
+    policy continues that message. A string gets the tokens that the tokenizer puts in front of a text, such as BOS. It
+    does not get them if its own first token, apart from white space, is already one of them. No tokens are added at its
+    end. Images and the like have token ids of their own: see attachments.py.
 
     Args: max_prompt_length, in tokens; filter_overlong_prompts, whether rows over this limit are dropped; text_of, what
     makes a text of a prompt, by default `prompt_text`. Raises ValueError without a chat template, for messages that it
     rejects, cannot continue or drops text of (see text.py), for attachments that the model cannot read, for a prompt
     without a token or over the limit, and if no row is left.
     """
-    overlong: list[tuple[int, str]] = []  # how many tokens too long prompts have, and where they are
+    overlong: list[tuple[int, str]] = []  # the number of tokens of each prompt over the limit, and its row
 
     def encode(chunk: list[Row]) -> Iterator[list[int] | None]:
         """The ids of each row, and None for a row over the limit."""
@@ -84,8 +84,8 @@ def encode_prompts(
 def prompt_ids(
     tokenizer: Tokenizer, rows: Sequence[Row], limit: int, text_of: Callable[..., str] | None = None
 ) -> list[list[int]]:
-    """The ids of prompts. Of one that has far more than `limit` tokens they are those of its beginning. Args: text_of,
-    see `encode_prompts`.
+    """The token ids of each row's prompt; if a prompt has far more than `limit` tokens, only those of its beginning.
+    Args: text_of, see `encode_prompts`.
     """
     attachments = [attachments_of(tokenizer, row) for row in rows]
     texts = [start_of(tokenizer, (text_of or prompt_text)(tokenizer, row), limit) for row in rows]

@@ -19,7 +19,8 @@ from rl.console import progress, say
 from rl.data.attachments import check_attachments, read_attachments
 from rl.data.packed import Lazy, Packed, Row
 
-# Columns that other programs make a prompt of, or change it by. Nothing reads them here, so rows with one are refused.
+# Columns from which other programs make a prompt, or by which they change it. No code here reads them, so a row with
+# one of them is refused.
 UNREAD = (
     *("videos", "video", "audios", "audio", "image", "documents", "system", "system_prompt", "history"),
     *("conversations", "functions", "function_call", "tool_choice", "enable_thinking"),
@@ -33,9 +34,9 @@ BATCH_ROWS, READ_BYTES = 32, 2**20  # of a parquet file, that are read at a time
 def read_rows(files: Paths, *, needs_truth: bool = False, has_partner: bool = False) -> Lazy[Row]:
     """Read and check RL prompts in verl's schema.
 
-    Args: needs_truth, whether rows with an empty ground truth are left out, of which verl's file of MATH has two; a
-    line then names them. A reward model, or a function of the user's own, may do without a ground truth. has_partner,
-    whether something answers the policy.
+    Args: needs_truth, whether rows with an empty ground truth are left out, such as the two in verl's file of MATH. A
+    printed line names these rows. A reward model, or a function of the user's own, may not need the ground truth.
+    has_partner, whether something, such as a tool, answers the policy in the middle of a response.
 
     Returns: one dict per row, which is made when it is asked for, so that changing it changes nothing in the sequence.
     It has all columns: `prompt` (str, or list of {"role", "content"}), `data_source` (str), `reward_model` (dict with
@@ -96,7 +97,7 @@ def _read_parquet(file: Path) -> Iterator[Row]:
     """The rows of a file, of which BATCH_ROWS are made at a time."""
     pa.set_memory_pool(pa.system_memory_pool())  # others keep much of what was freed
     try:
-        # A whole row group would be read at once without a buffer, or with the one that is filled ahead.
+        # Without buffer_size, or with pre_buffer, a whole row group would be read into memory at once.
         with pq.ParquetFile(file, page_checksum_verification=True, buffer_size=READ_BYTES, pre_buffer=False) as parquet:
             names = parquet.schema_arrow.names
             if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -113,7 +114,9 @@ def _read_parquet(file: Path) -> Iterator[Row]:
 
 
 def _rows_of(batch: pa.RecordBatch, first: int, file: Path) -> list[Row]:
-    """The rows of a batch, the first of which is row `first` of the file. Raises ValueError naming row and column."""
+    """The rows of a batch, the first of which is row `first` of the file. Raises ValueError naming row and column: a
+    batch with a value that cannot be read is divided into rows, and a row into columns, until only that value is left.
+    """
     try:
         return [_without_padding(row) for row in batch.to_pylist()]
     except (ValueError, OverflowError) as error:  # such as a time beyond year 9999
@@ -148,7 +151,9 @@ def _without_padding(row: Row) -> Row:
 
 
 def _check_supported(row: Row, where: str, has_partner: bool) -> None:
-    """Refuse what nothing would add to the prompt: without it the model would learn to guess."""
+    """Raise ValueError if a row has a column that no code here would put into the prompt. The model would be asked for
+    something that it does not see, and would learn to guess.
+    """
     extra_info = row["extra_info"] if isinstance(row.get("extra_info"), dict) else {}
     unread = [name for name in UNREAD if not is_absent(row.get(name)) or name == "videos" and extra_info.get(name)]
     if not has_partner and (row | extra_info).get("need_tools_kwargs"):

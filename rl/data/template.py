@@ -60,7 +60,8 @@ class Rendering:
     arguments: dict[str, Any] = field(default_factory=dict)  # of the template, beside messages and tools
     day: str = field(default_factory=lambda: date.today().isoformat())  # "today" for the template, such as 2026-01-31
     allow_dropped_text: bool = False
-    whole: set[int] = field(default_factory=set)  # shapes and surroundings of texts of which none was lost
+    # Hashes of rows' shapes for which rl/data/text.py has found that the template drops no text.
+    whole: set[int] = field(default_factory=set)
 
 
 def prepare(tokenizer: Tokenizer, flags: Texts, day: str | None) -> Tokenizer:
@@ -104,6 +105,8 @@ def _variables(template: str) -> frozenset[str]:
         tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_marks)
     except jinja2.TemplateSyntaxError:  # an error as soon as there are messages to render
         return frozenset()
+    # A name that the template assigns is its own variable, unless the template also asks whether the caller has set it:
+    # by a test (`x is defined`) or a filter (`x | default(...)`).
     assigned = {x.name for x in tree.find_all(jinja2.nodes.Name) if x.ctx == "store"}
     tried = (x for x in tree.find_all((jinja2.nodes.Test, jinja2.nodes.Filter)) if x.name in ("defined", "default"))
     optional = {x.node.name for x in tried if isinstance(x.node, jinja2.nodes.Name)}
@@ -125,7 +128,8 @@ def render(tokenizer: Tokenizer, messages: Sequence[dict], **how: Any) -> str:
 def continued(tokenizer: Tokenizer, messages: Sequence[dict], **how: Any) -> str:
     """What the chat template writes if the policy is to go on with the last message, which is the assistant's.
 
-    If the message begins a thought, it stands behind the generation prompt, since templates expect whole thoughts.
+    Templates expect that a thought in a message is complete. So a message that begins with a thought is not given to
+    the template, but appended to the generation prompt, in the place of a thought that this prompt opens itself.
     Raises ValueError for a message that cannot be continued, or what the template raises.
     """
     *before, last = messages
@@ -134,6 +138,7 @@ def continued(tokenizer: Tokenizer, messages: Sequence[dict], **how: Any) -> str
     said, tags = last["content"], [x for x in THOUGHTS if x in str(tokenizer.chat_template)]
     if tag := next((x for x in tags if said.lstrip().startswith(x)), None):
         closed, opened = (render(tokenizer, before, add_generation_prompt=x, **how) for x in (False, True))
-        opening = opened[len(closed) :] if opened.startswith(closed) else ""  # with a thought of its own, perhaps empty
+        # What the generation prompt adds. It may open a thought, and then only what stands before that is kept.
+        opening = opened[len(closed) :] if opened.startswith(closed) else ""
         return opened[: len(opened) - len(opening)] + opening.partition(tag)[0] + said
     return render(tokenizer, messages, continue_final_message=True, **how)

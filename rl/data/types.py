@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-Row = dict[str, Any]  # of the data
+Row = dict[str, Any]  # a row of the data, by column: `rl.data.rows.read_rows` lists the columns
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,10 @@ class Request(NamedTuple):
 
 
 # Data about tokens, beside ids and log-probs. A column is an integer array (n, ...) with an entry for each token of
-# prompt and response; the largest number of its dtype means "unknown". Engines and families may add columns, and all
-# code that passes samples on passes their columns on too. Every sample has the column "versions" (int32): how often
-# weights had been pushed to the engine when the token was sampled. It is unknown for tokens that were not sampled.
+# prompt and response; the largest number of its dtype means "unknown". Engines may add columns, and so may families,
+# which are kinds of unusual models (rl/model/family.py). All code that passes samples on passes their columns on too.
+# Every sample has the column "versions" (int32): how often weights had been pushed to the engine when the token was
+# sampled. It is unknown for tokens that were not sampled.
 Columns = Mapping[str, np.ndarray]
 
 
@@ -136,7 +137,7 @@ class Sample:
             object.__setattr__(self, "num_sampled", int(self.response_mask.sum()))
 
     def tokens(self) -> dict[str, Any]:
-        """What only ranks have that have the tokens: fields by name."""
+        """The fields that only a rank with the tokens of this response has, by name."""
         return {x: getattr(self, x) for x in ("response_ids", "response_mask", "rollout_logprobs", "columns")}
 
     @property
@@ -151,7 +152,7 @@ class Sample:
         return record | (self.outcome.record if self.outcome else {})
 
     def without_tokens(self) -> "Sample":
-        """What ranks know of it that do not have the tokens."""
+        """The sample as the ranks know it that do not have its tokens: the fields of `tokens` are empty."""
         return replace(self, **dict.fromkeys(self.tokens()) | {"columns": {}})
 
     def without_texts(self) -> "Sample":
@@ -165,8 +166,8 @@ class Batch:
     """Right-padded sequences. Only the first `lengths[i]` positions of row i are real; the pad id itself means nothing.
 
     A rank has those rows of a step that it trains on. response_mask is 1 for tokens that the policy sampled and learns
-    from, EOS included, and 0 for a response without a score. rollout_logp is 0 for tokens that were not sampled, other
-    per-token tensors where the mask is 0. Optional tensors are None until a phase of the step makes a Batch with them.
+    from, EOS included. It is 0 everywhere in a response without a score. rollout_logp is 0 for tokens that were not
+    sampled. Other per-token tensors are 0 where the mask is 0. Optional tensors are None until a phase adds them.
     """
 
     input_ids: torch.Tensor  # (b, T) int64
@@ -176,8 +177,8 @@ class Batch:
     old_logp: torch.Tensor | None = None  # (b, T) by the policy as it was when the step began
     ref_logp: torch.Tensor | None = None  # (b, T) by the frozen reference, or the teacher
     advantages: torch.Tensor | None = None  # (b, T)
-    values: torch.Tensor | None = None  # (b, T)
-    returns: torch.Tensor | None = None  # (b, T)
+    values: torch.Tensor | None = None  # (b, T) by a critic, if the script has one
+    returns: torch.Tensor | None = None  # (b, T) what the critic learns to predict
     rows: torch.Tensor | None = None  # (b,) int64, ascending: which of the step's responses each row is; None: 0..b-1
     share: torch.Tensor | None = None  # (b,) float32, tokens of a row / tokens of its update, on all ranks
     # (B, T, ...) by name, see `Columns`. In the place of "versions" a batch has "ages", int32: pushes of weights since
@@ -198,8 +199,8 @@ class Batch:
 def take_rows(batch: Batch, rows: Sequence[int], device: torch.device | str | None = None) -> Batch:
     """Rows of a batch, cut to their longest sequence and moved to `device`: (b, T') tensors.
 
-    Args: rows, as `batch.rows` names them, in any order. No rows give one empty row of two tokens with a zero mask: a
-    rank that has run out of work uses it to take part in the collectives of the forward and backward pass.
+    Args: rows, by their numbers in `batch.rows`, in any order. No rows give one empty row of two tokens with a zero
+    mask: a rank that has run out of work uses it to take part in the collectives of the forward and backward pass.
     """
     if not len(rows):
         empty = batch.map(lambda _, x: x.new_zeros((1, 2, *x.shape[2:])[: x.ndim]).to(device))
@@ -210,12 +211,12 @@ def take_rows(batch: Batch, rows: Sequence[int], device: torch.device | str | No
 
 
 def places(batch: Batch, rows: Sequence[int]) -> torch.Tensor:
-    """Where a batch has the rows that are called so in `batch.rows`: (b,) int64."""
-    wanted = torch.as_tensor(rows, dtype=torch.long)
+    """The positions in a batch of the rows that have these numbers in `batch.rows`: (b,) int64."""
+    numbers = torch.as_tensor(rows, dtype=torch.long)
     if batch.rows is None:
-        return wanted
-    index = torch.searchsorted(batch.rows, wanted)
-    assert torch.equal(batch.rows[index.clamp(max=len(batch.rows) - 1)], wanted), f"rows {rows} of {batch.rows}"
+        return numbers
+    index = torch.searchsorted(batch.rows, numbers)
+    assert torch.equal(batch.rows[index.clamp(max=len(batch.rows) - 1)], numbers), f"rows {rows} of {batch.rows}"
     return index
 
 

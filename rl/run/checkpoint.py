@@ -1,6 +1,6 @@
 """Save and load. A checkpoint is a folder `global_step_N/` in the folder of its run; in it are
 
-    state/              parameters that learn (fp32) and moments, one safetensors file a rank: loads at any world size
+    state/              parameters that learn (fp32) and moments, a safetensors file per rank: loads at any world size
     loop/               what the loop carries besides, such as a KL coefficient: JSON and safetensors of every rank
     huggingface/        config, tokenizer, safetensors in the compute dtype: transformers, vLLM and eval.py load it
     adapter/            with LoRA: the adapters alone, as PEFT saves them; huggingface/ has the sum of both

@@ -48,7 +48,7 @@ def newer_than_tested() -> str:
 
 
 class Run:
-    """What a script holds to be saved, stopped and continued.
+    """One training run: a script calls it to save checkpoints, to stop in good order, to resume, and to log.
 
         run = Run(args, tokenizer, total_steps)           takes the folder, and finds the checkpoint to resume from
         run.begin({"actor": (policy, optimizer)}, ...)    loads it
