@@ -8,10 +8,11 @@ The policy losses share one signature and one result, so that a script can pick 
 
     loss, clipped = f(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, ...)
 
-Args: tensors logp, old_logp, advantages, mask, all (B, T). Floats, and the tensor of tokens that were chosen, come by
-name: a loss names those that it needs, and `**_` takes the rest.
+Args: the tensors logp, old_logp, advantages and mask are (B, T). Everything else is passed by name: a loss names what
+it needs, and `**_` takes the rest.
 Returns: loss (B, T), to be minimised, 0 where mask is 0; clipped (B, T), 1.0 where the clip decides the loss, without
-gradient. Gradients flow through logp only. delta = logp - old_logp, ratio = exp(delta).
+gradient. Gradients flow through logp only. In the formulas delta = logp - old_logp, ratio =
+exp(delta), and sg(x) is x without its gradient (stop-gradient).
 
 Every function is pure, keeps the floating dtype it is given, and asserts the shapes it expects.
 """

@@ -43,8 +43,8 @@ def load_model(
     What learns is in float32, and frozen weights have the compute precision. All ranks must enter.
 
     Args: learning, what of the model learns, None for nothing; kind, what it is read as; longest, tokens of the longest
-    sequence; seed, of new weights; flag, that has named the model, or its role. Raises ValueError as `load_pretrained`,
-    `Learning.check_model`, `choose_forward` or `Family.tested`.
+    sequence; seed, of new weights; flag, the flag that names the model, or else its role, for error messages. Raises
+    ValueError as `load_pretrained`, `Learning.check_model`, `choose_forward` or `Family.tested`.
     """
     if learning is not None:
         learning.check_model(path, kind.class_of(path), flag=flag)
@@ -137,7 +137,7 @@ def load_pretrained(
             model.tie_weights()  # to_empty unties, which would halve the embedding's gradient
     except ValueError as error:
         problems = [str(error)]
-    if problems := ranks.all_gather(problems):  # or the other ranks would wait for this one
+    if problems := ranks.all_gather(problems):  # otherwise the other ranks would wait for this one forever
         raise ValueError(problems[0])
     started(f"{flag} read")
     name_weights(model, path)  # pyrefly: ignore[unbound-name]  # else there is a problem

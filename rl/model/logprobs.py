@@ -99,7 +99,8 @@ def run_on_responses(model: PreTrainedModel, batch: Batch, head: Callable, *args
     """
     scored = sampled_positions(batch)
     before = scored.roll(-1, 1)  # the hidden state that predicts token t sits at t - 1
-    targets = batch.input_ids[scored].clamp(max=model.config.get_text_config().vocab_size - 1)  # of a row of no weight
+    # An id beyond the vocabulary, such as that of an image, can only be here in an empty row, whose weight is zero.
+    targets = batch.input_ids[scored].clamp(max=model.config.get_text_config().vocab_size - 1)
     outputs = run_packed(model, batch, before, head, targets, *args)
     return tuple(_to_grid(x, scored, batch.response_mask) for x in outputs)
 
@@ -133,9 +134,10 @@ def run_packed(model: PreTrainedModel, batch: Batch, wanted: Tensor, head: Calla
     passes, place = (model.packed.layout or pack)(batch, model)
     for family in model.packed.families:
         family.begin(batch, passes)
-    # FSDP2 would round every float tensor among the arguments to the compute precision, such as a teacher's log-probs.
-    own_inputs = [x.inputs for x in passes]
-    out = model.packed_forward(lambda module, hidden: head(module, hidden, *args), own_inputs, place[wanted])
+    # `args` go in through a lambda: as arguments FSDP2 would round their floats, such as a teacher's log-probs, to the
+    # compute precision.
+    inputs = [x.inputs for x in passes]
+    out = model.packed_forward(lambda module, hidden: head(module, hidden, *args), inputs, place[wanted])
     if not torch.is_grad_enabled():
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -150,6 +152,7 @@ def pack(batch: Batch, model: PreTrainedModel) -> tuple[list[Pass], Tensor]:
     # 0 1 2 and 0 1 3 4; borders are 0 3 5, of the tokens that a row has to itself, and 0 3 7, of all it attends to.
     row, position = (torch.arange(n, device=batch.input_ids.device) for n in (b, T))
     real = position < batch.lengths[:, None]  # (b, T)
+    # Per row, the tokens that the row above has computed already; 0 if a family of the model forbids that.
     shared = shared_prefix(batch) * all(x.shares_beginnings for x in model.packed.families)
     is_own = real & (position >= shared[:, None])  # (b, T) computed for this row, the others for one above
     place = is_own.flatten().cumsum(0).view(b, T) - 1  # (b, T) in the packed row, of each row's own tokens

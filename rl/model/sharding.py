@@ -238,9 +238,9 @@ def backward(model: PreTrainedModel, loss: Tensor, *, is_last: bool) -> None:
     it `is_last` of an update. All ranks must enter.
     """
     if model.packed.is_whole:
-        model.set_requires_gradient_sync(is_last)  # nothing at all, until the last
+        model.set_requires_gradient_sync(is_last)  # ranks exchange nothing before the last micro-batch
     else:
-        model.set_requires_all_reduce(is_last)  # shards of a copy are summed every time, or they would not fit
+        model.set_requires_all_reduce(is_last)  # within a copy they are summed every time: whole ones do not fit
     loss.backward()
 
 

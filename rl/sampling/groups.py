@@ -20,7 +20,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the global random generators that engines draw from, and restore them afterwards.
 
     vLLM's newer sampler on the GPU takes its seeds from numpy. Ranks that share an engine must give the same seed.
-    (A seed for each request would cost vLLM's older sampler one kernel launch a sequence a token.)
+    (Seeds of requests would cost vLLM's older sampler one kernel launch per sequence and token.)
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), contextlib.ExitStack() as stack:
         stack.callback(np.random.set_state, np.random.get_state())

@@ -1,4 +1,5 @@
-"""The engine's loop as an object: responses in flight, in groups, also over several turns and over a push of weights.
+"""The loop over an engine's steps, as an object. It holds groups of responses, which may have several turns, and which
+may be interrupted while the engine gets new weights.
 
     loop = Loop(engine)
     for name, row in enumerate(rows):
@@ -51,8 +52,8 @@ class Trajectory:
         return Request(self.key, [*self.row["prompt_ids"], *self.ids], rest, seed)
 
     def take(self, completion: Completion, version: int) -> None:
-        """Append what weights of this version have sampled. Raises RuntimeError if not every token has a finite
-        log-prob.
+        """Append the tokens of a completion, which weights of this version have sampled. Raises RuntimeError if a token
+        has no finite log-prob.
         """
         ids, logprobs = completion.token_ids, np.asarray(completion.logprobs, np.float32)
         if len(ids) != len(logprobs) or not np.isfinite(logprobs).all():
@@ -65,12 +66,12 @@ class Trajectory:
         self.logprobs += completion.logprobs
         self.finish_reason = completion.finish_reason
         num_tokens = len(self.row["prompt_ids"]) + len(self.ids)
-        versions = np.full(num_tokens, np.iinfo(np.int32).max, np.int32)
+        versions = np.full(num_tokens, np.iinfo(np.int32).max, np.int32)  # the largest number is "unknown"
         versions[num_tokens - len(ids) :] = version
         for name, parts in {**completion.columns, "versions": [versions]}.items():
             column, row = np.concatenate(parts), self.row["row_index"]
             assert len(column) <= num_tokens, f"{len(column)} {name} for the {num_tokens} tokens of row {row}"
-            # What an earlier turn was sampled with stays, also if the engine has read it again.
+            # The engine reads earlier turns again. What the column says of them stays as it was when they were sampled.
             earlier = self.columns.get(name, column[:0])
             self.columns[name] = np.concatenate([earlier, column[len(earlier) :]])
 
@@ -84,7 +85,7 @@ class Trajectory:
         """The response as it is now, with what the partner says of it."""
         prompt, ids, mask, logprobs = map(np.asarray, (self.row["prompt_ids"], self.ids, self.mask, self.logprobs))
         num_tokens, columns = len(prompt) + len(ids), {}
-        for name, x in self.columns.items():  # the last token, and what was told after it, may be missing
+        for name, x in self.columns.items():  # a column may lack the last sampled token and answers after it
             columns[name] = np.full((num_tokens, *x.shape[1:]), unknown(x), x.dtype)
             columns[name][: len(x)] = x
         return Sample(prompt, ids, mask, logprobs, self.finish_reason, self.row["row_index"], outcome, columns)
@@ -133,8 +134,8 @@ class Loop:
         self.trajectories: dict[Key, Trajectory] = {}  # responses that are not complete
         # The responses that are complete, by number, of groups that are not. Nothing is kept of other groups.
         self.complete: dict[Hashable, dict[int, Sample]] = {}
-        self.waiting: set[Key] = set()  # trajectories that the partner is asked for
-        self.pending: list[Key] = []  # trajectories that the engine is still to be asked for
+        self.waiting: set[Key] = set()  # trajectories that wait for an answer of the partner
+        self.pending: list[Key] = []  # trajectories that the next `is_open` hands to the engine
 
     def start(self, name: Hashable, row: Row, sampling: Sampling, seed: int | None = None) -> None:
         """Begin `sampling.n` responses to a row. `name` comes back with the group. With a seed of their own they depend
@@ -180,6 +181,7 @@ class Loop:
                 self.waiting.add(x.key)
             else:
                 done += self._finish(x)
+        # Wait for the partner only if the engine has nothing to sample meanwhile.
         for x, ids in self.partner.answers(IDLE_WAIT_S * self.engine.is_idle) if self.partner else ():
             self.waiting.discard(x.key)
             if ids is None:
@@ -193,7 +195,8 @@ class Loop:
         """`step` until nothing is in flight, the run is asked to stop, or all ranks of the engine have `enough`."""
         num_steps = 0
         while self.is_open():
-            # Ranks of an engine leave together and must ask each other; one alone can look at every token.
+            # Ranks that share an engine must leave together, so they ask each other, which takes time: not at every
+            # step. A rank that has the engine alone only looks at its own flag.
             if self.engine.group is None or num_steps % STOP_EVERY == 0:
                 has_enough = enough is not None and all(self.engine.of_group(enough()))
                 if has_enough or stop.requested(self.engine.group):
@@ -207,7 +210,9 @@ class Loop:
             self.trajectories[completion.request.key].take(completion, self.engine.policy_version)
 
     def resume(self) -> None:
-        """Let the engine go on with what it does not have: each response behind the tokens that it has."""
+        """Let the next `is_open` hand all interrupted or restored responses to the engine, which continues each of them
+        behind the tokens that it has.
+        """
         self.pending = [key for key in self.trajectories if key not in self.waiting]
 
     def abandon(self) -> None:
@@ -219,7 +224,7 @@ class Loop:
         self.trajectories, self.complete, self.waiting, self.pending = {}, {}, set(), []
 
     def _finish(self, x: Trajectory) -> list[tuple[Hashable, list[Sample]]]:
-        """A response is complete; returns its group, if that is."""
+        """Note that a response is complete. Returns its group if the whole group is now complete, else nothing."""
         name, j = x.key
         samples = self.complete.setdefault(name, {})
         samples[j] = x.sample(self.partner.end(x) if self.partner else None)

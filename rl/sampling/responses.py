@@ -21,6 +21,7 @@ def gather_responses(own_samples: Sequence[Sample], rows: Sequence[dict], ranks:
     prompts = {row["row_index"]: np.asarray(row["prompt_ids"], np.int32) for row in rows}
     me, own = ranks.data_rank, []
     for number, s in enumerate(x.without_texts() for x in own_samples):
+        # See `Sample.shared`. It is counted here, since other ranks do not have the tokens that it compares.
         shared, above = 0, own_samples[number - 1] if number else None
         if above is not None and above.row_index == s.row_index:
             shared = len(s.prompt_ids) + common_prefix(above.response_ids, s.response_ids)

@@ -115,14 +115,15 @@ class Sampler:
         return rows, self.ask(self.ranks.own_slice(rows), self.task.sampling, step)
 
     def ask(self, own_rows: Sequence[Row], sampling: Sampling | Sequence[Sampling], *numbers: int) -> list[Sample]:
-        """Responses to prompts of this rank, sampled in this way or each in its own. The scorer has them already. What
-        is sampled is a function of --seed, of these numbers, such as that of the step, and of the weights.
+        """Responses to this rank's prompts, which the scorer has been given already. What is sampled is a function of
+        --seed, of `numbers`, such as the number of the step, and of the weights. Args: sampling, one for all prompts or
+        one for each.
         """
         task, seed = self.task, derive_seed(self.task.seed, *numbers, self.engine.first_rank)
         return sample_groups(self.engine, own_rows, sampling, task.scorer.submit, task.partner, seed=seed)
 
     def collect(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Wait for the scores of this rank's samples. Returns the samples with these."""
+        """Wait for the scores of this rank's samples. Returns the samples with their scores."""
         return self.task.scorer.collect(samples)
 
     def sleep(self, policy: nn.Module) -> None:

@@ -84,7 +84,8 @@ class Scorer:
         self.num_workers = flags.reward_workers or min(max(own_cores, 1), 16)
         self.tokenizer, self.timeout_s, self.extra_info = tokenizer, flags.reward_timeout, extra_info
         self.total = 0  # tasks ever submitted
-        # Of each sample that was not collected: its row, the task that scores it, and its place in what that returns.
+        # For each sample that was not collected yet: its row, the task that scores it, and its place among the scores
+        # that the task returns.
         self.submitted: dict[Sample, tuple[Row, AsyncResult, int]] = {}
         self.judges: Sequence[Judge] = ()  # change what the functions gave; they have to be loaded before `collect`
         # A worker ends with the thread that has started it, so `close` ends the threads. These are daemons: the threads
@@ -143,12 +144,13 @@ class Scorer:
         texts = decode_responses(self.tokenizer, [s.response_ids.tolist() for s in samples])
         outcomes = [s.outcome or Outcome({}, 0.0, text, {}, {}) for s, text in zip(samples, texts, strict=True)]
         scores = [Score(x.text, None, {}, "none", 0.0) for x in outcomes]
-        asked = [i for i, s in enumerate(samples) if s.finish_reason != "error"]  # where no partner has failed
+        asked = [i for i, s in enumerate(samples) if s.finish_reason != "error"]  # "error": the partner has failed
         if not asked:
             return scores, ""
         source, truth = row["data_source"], row["reward_model"]["ground_truth"]
         known, lengths = row["extra_info"] | self.extra_info, [{"response_length": s.num_sampled} for s in samples]
         calls = [(source, outcomes[i].text, truth, known | lengths[i] | outcomes[i].extra_info) for i in asked]
+        # There are as many threads as workers, so a thread always finds an idle worker.
         worker, start = self.idle.pop(), time.monotonic()
         reply = worker.score(calls, self.timeout_s, twice=twice)
         self.idle.append(worker)

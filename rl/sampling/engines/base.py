@@ -37,7 +37,8 @@ class Engine:
         self.group: dist.ProcessGroup | None = None  # of those ranks, for objects on the host; None for one rank alone
         self.memory = 0  # bytes on the device that `sleep` gives back, as `make_engine` has seen it
         self.policy_version = 0  # number of the weights: each push adds one; a resumed run sets it to its first step
-        self.routing: np.dtype | None = None  # of completions' column "routed_experts", if they have one
+        # The dtype of the column "routed_experts" of completions; None if they do not have that column.
+        self.routing: np.dtype | None = None
         self.new: list[Completion] = []  # of this rank's requests that have not begun
         self.in_flight: dict[Any, Completion] = {}  # of those that have, of all ranks that share this engine
 

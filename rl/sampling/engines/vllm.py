@@ -112,7 +112,7 @@ class Engine(base.Engine):
         self.scheduler = self.core.engine_core.scheduler
         # count: of the requests that were handed to vLLM; steps: since that was done
         self.count, self.steps, self.has_started = 0, 0, False
-        if self.routing is None:  # else vLLM's scheduler collects the experts of tokens, and must see every token
+        if self.routing is None:  # otherwise vLLM's own scheduler must see every token, to collect its experts
             if vllm.__version__.startswith(TESTED):
                 take_shortcuts(self.scheduler, self.in_flight)
             elif ranks.is_main:
@@ -148,9 +148,9 @@ class Engine(base.Engine):
             stats.record(outputs.scheduler_stats, None)
         for output in outputs.outputs:  # of the responses that vLLM's scheduler has looked at
             if (x := self.in_flight.get(output.request_id)) is None:
-                continue  # aborted, and its last token was on the way
+                continue  # it was aborted, and this token was on its way already
             if output.new_token_ids:
-                new = output.new_logprobs  # a number with shortcuts
+                new = output.new_logprobs  # with `take_shortcuts` a number, else vLLM's arrays
                 x.token_ids.extend(output.new_token_ids)
                 x.logprobs.append(new if isinstance(new, float) else float(new.logprobs[0, 0]))
                 if output.routed_experts is not None:  # of tokens up to the one before those that are new
