@@ -12,9 +12,9 @@ tokens before it, at the temperature and top-p that sampled it:
     ratio       ratio_it = exp(l_it - l_old_it)        l_old: l when the step began, so the first update has ratio 1
     loss        L        = mean over all sampled tokens of max(-A_i ratio_it, -A_i clip(ratio_it, 1 - low, 1 + high))
 
-Four things differ from the paper, as in most code. The mean is over all tokens, as in DAPO, not over the means of the
-responses. There is no KL term unless --use-kl-loss is set. The standard deviation is unbiased. Where A is negative, the
-loss is at most 3 |A| (dual clip, arXiv 1912.09729). train_grpo_variants.py has other estimators, losses and means.
+Where this departs from the paper, as most code does: the mean is over all tokens, as in DAPO, and not over the means of
+the responses; there is no KL term unless --use-kl-loss; the standard deviation is unbiased; where A is negative, the
+loss is at most 3 |A| (dual clip, arXiv 1912.09729). Other estimators, losses and KL terms: train_grpo_variants.py.
 
 A step samples, scores and learns. An update is one optimizer step, on one mini-batch of the step's responses.
 

@@ -11,8 +11,8 @@ The policy losses share one signature and one result, so that a script can pick 
 Args: the tensors logp, old_logp, advantages and mask are (B, T). Everything else is passed by name: a loss names what
 it needs, and `**_` takes the rest.
 Returns: loss (B, T), to be minimised, 0 where mask is 0; clipped (B, T), 1.0 where the clip decides the loss, without
-gradient. Gradients flow through logp only. In the formulas delta = logp - old_logp, ratio =
-exp(delta), and sg(x) is x without its gradient (stop-gradient).
+gradient. Gradients flow through logp only. In the formulas delta = logp - old_logp, ratio = exp(delta), and sg(x) is x
+without its gradient (stop-gradient).
 
 Every function is pure, keeps the floating dtype it is given, and asserts the shapes it expects.
 """
