@@ -1,4 +1,4 @@
-"""What a run prints: messages that cannot fail, progress bars, one line a step, and a sample now and then."""
+"""What a run prints: messages that cannot fail, progress bars, one line per step, and a sample now and then."""
 
 import atexit
 import contextlib
@@ -84,7 +84,7 @@ def progress(name: str, items: Iterable, total: int | None = None) -> tqdm:
 
 
 def progress_line(step: int, total: int, metrics: dict[str, float]) -> str:
-    """One line a step: the metrics that SHOWN names, tokens per second, seconds of the step and by phase."""
+    """The line of a step: the metrics that SHOWN names, tokens per second, seconds of the step and by phase."""
     parts = {name: form.format(metrics[name], m=metrics) for name, form in SHOWN.items() if name in metrics}
     if cut := metrics.get("response_length/clip_ratio"):
         parts["response_length/mean"] += f" ({cut:.0%} cut)"

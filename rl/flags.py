@@ -109,17 +109,17 @@ def check_limits(args: Any) -> None:
     every flag that it `Needs` is off.
     """
     values, defaults = flat(args), flat(type(args)())
-    for name, given, hint in _each(args):
+    for name, setting, hint in _each(args):
         limits = [TEXT, *(note for note in _notes(hint) if isinstance(note, Limit)), SIZE]
-        for value in given if isinstance(given, tuple) else (given,):
+        for value in setting if isinstance(setting, tuple) else (setting,):
             kind = float if type(value) is int else type(value)
             for limit in limits:
                 if kind is limit.of and not limit.holds(value):
                     raise ValueError(f"{spelled(name)} {value!r} must be {limit.text}")
-        for needs in (note.names for note in _notes(hint) if isinstance(note, Needs) and given != defaults[name]):
+        for needs in (note.names for note in _notes(hint) if isinstance(note, Needs) and setting != defaults[name]):
             if all(values[other] in (None, False, 0, (), "none") for other in needs):
                 others = " or ".join(map(spelled, needs))
-                raise ValueError(f"{spelled(name)} {given} says nothing without {others}; add that, or leave it out")
+                raise ValueError(f"{spelled(name)} {setting} says nothing without {others}; add that, or leave it out")
     # The two ends of a range are named alike: x_lower_bound and x_upper_bound, x_lb and x_ub, or x_lower and x.
     for low in values:
         high = low.replace("_lower_bound", "_upper_bound").replace("_lb", "_ub").removesuffix("_lower")

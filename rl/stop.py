@@ -32,11 +32,11 @@ KEY = "asked to stop"  # in the store of the process group, set by the first ran
 class _State:
     """What this process knows of requests to stop."""
 
-    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # brings back what was before `start`
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # restores the signal handlers of before `start`
     asked_at: float = math.inf  # when the first signal came, or when --max-hours end, on the monotonic clock
     known: bool = False  # that some rank was asked: once true, it stays so
     looked_at: float = -math.inf  # when this rank last looked into the store
-    leave: tuple[Callable[[], object], ...] = ()
+    leave: tuple[Callable[[], object], ...] = ()  # what `exit_if_asked` calls before it ends the process
     held: bool = False  # whether leaving has to wait for the next `arm`
     exit_code: int = 0
 

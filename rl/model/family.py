@@ -26,7 +26,7 @@ class Pass(NamedTuple):
 
 
 class Family:
-    """Every method does nothing, unless a family says otherwise."""
+    """What a kind of models may do otherwise. Here every method does nothing; a family overrides some of them."""
 
     shares_beginnings = True  # whether rows may share the tokens that they begin with
     one_pass = False  # whether padded rows have to be in one pass, since modules remember something of it

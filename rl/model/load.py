@@ -77,14 +77,16 @@ def load_reference(
 
 
 def exported(model: PreTrainedModel, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model for engines and files, `published`, from (name, whole tensor) as the trainer has them."""
+    """The weights of a model as engines and files know them, from (name, whole tensor) pairs of the trainer: families
+    change theirs, such as to add up an adapter and its weight, and then all are `published`.
+    """
     for family in model.packed.families:
         named_tensors = family.exported(named_tensors)
     return published(model, named_tensors)
 
 
 def published(model: PreTrainedModel, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Weights under the names that the model's authors publish, where transformers has changed them."""
+    """The same weights, under the names in the files that the model's authors published: transformers renames some."""
     for name, x in named_tensors:
         yield from revert_weight_conversion(model, {name: x}).items()
 
@@ -125,6 +127,7 @@ def load_pretrained(
     try:
         if ranks.is_main:
             model, new = read_model(path, kind, flag=flag, as_in_files=as_in_files, dtype=dtype)
+            # `shard` casts only what learns, so buffers get the dtype here that they have on the other ranks.
             for x in model.buffers() if as_in_files else ():
                 x.data = x.data.to(torch.promote_types(x.dtype, dtype) if x.is_floating_point() else x.dtype)
             ties = model.get_expanded_tied_weights_keys(all_submodels=True).keys()

@@ -126,7 +126,7 @@ def run_packed(model: PreTrainedModel, batch: Batch, wanted: Tensor, head: Calla
     """`head(model, hidden, *args)` after one pass over a batch (b, T), for hidden states (R, H) of the `wanted` tokens
     (b, T) bool, row after row. FSDP2 holds the root's weights gathered for the head.
 
-    What neighbouring rows have in common at their start, such as the prompt of a group, is computed once (unless the
+    What neighboring rows have in common at their start, such as the prompt of a group, is computed once (unless the
     model runs padded or has recurrent layers): under a causal mask its hidden states do not depend on what follows.
     """
     for family in model.packed.families:

@@ -1,4 +1,4 @@
-"""What a model is for: as what it is read, and what of it learns.
+"""The role of a model in a run: which class of transformers reads it, and which of its weights learn.
 
 A policy, a reference and a teacher are read as causal language models, a critic and a reward model with another head.
 All of a policy learns, unless its flags say otherwise, and nothing of a reference.

@@ -152,7 +152,7 @@ def random_batch(config: PreTrainedConfig, longest: int, device: torch.device, a
     ids = allowed.nonzero()[:, 0][drawn]
     for x in added:
         ids, lengths = x.test_rows(ids, lengths, min(longest, LONGEST))
-    ids[4, :20] = ids[3, :20]  # neighbours with the same beginning
+    ids[4, :20] = ids[3, :20]  # neighbors with the same beginning
     position = torch.arange(ids.shape[1])
     sampled = ((position > 0) & (position < lengths[:, None]) & (ids < len(allowed))).float()
     batch = Batch(ids, lengths, response_mask=sampled, rollout_logp=torch.zeros_like(sampled))

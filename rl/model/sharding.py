@@ -73,7 +73,7 @@ def shard(model: PreTrainedModel, ranks: Ranks, memory: Memory = BARE) -> PreTra
     function of weights and tokens.
 
     activation_checkpointing "selective" keeps the results of matrix products and attention (Korthikanti et al. 2022,
-    arXiv 2205.05198). fsdp_size: shard over so many neighbouring ranks, such as a machine's, and keep copies on the
+    arXiv 2205.05198). fsdp_size: shard over so many neighboring ranks, such as a machine's, and keep copies on the
     others; between machines only one all-reduce of gradients an update is left (`backward`).
     """
     memory = settled(memory, **UNPLANNED)
@@ -125,13 +125,13 @@ def apply_fsdp(model: nn.Module, units: Sequence[nn.Module], ranks: Ranks, memor
     learning = [x.dtype for x in model.parameters() if x.requires_grad]
     master = torch.promote_types(learning[0], torch.float32) if learning else next(model.parameters()).dtype
     compute = ranks.dtype if master == torch.float32 else master
-    plain = {x for x in model.parameters() if not x.requires_grad} if is_whole and learning else set()
-    placed: set[Tensor] = set()  # of `plain`, which the root has too
+    unsharded = {x for x in model.parameters() if not x.requires_grad} if is_whole and learning else set()
+    placed: set[Tensor] = set()  # those of `unsharded` that are on the device: the root has them again, after its units
     for module in [*units, model]:
         for tensor in itertools.chain(module.parameters(), module.buffers()):
             if not isinstance(tensor, DTensor) and tensor not in placed:
                 _place(tensor, ranks)
-                placed |= plain & {tensor}
+                placed |= unsharded & {tensor}
         # Layers get what the model itself gives them, such as angles in float32, which FSDP2 would round. Only the root
         # casts its inputs: the pixels of images. (See also `logprobs.run_packed`.)
         casts = module is model
@@ -142,7 +142,7 @@ def apply_fsdp(model: nn.Module, units: Sequence[nn.Module], ranks: Ranks, memor
             offload_policy=memory.home.policy if memory.home else fsdp.OffloadPolicy(),
             # A shard of one is the whole: freed after the forward pass, the bf16 weights would only be made again.
             reshard_after_forward=False if is_whole else None,
-            ignored_params=plain,
+            ignored_params=unsharded,
         )
 
 
@@ -208,8 +208,8 @@ def own_part(x: Tensor) -> Tensor:
 
 
 def with_part(like: Tensor, part: Tensor) -> Tensor:
-    """A tensor sharded as `like`, of which this rank has a `part`, wherever that is."""
-    # Not DTensor.from_local, which would bring what is on the host to the device.
+    """A tensor sharded as `like` is, whose part on this rank is `part`, which may be on the host."""
+    # DTensor.from_local would move a part on the host to the device.
     return DTensor(part, like._spec, requires_grad=False) if isinstance(like, DTensor) else part
 
 

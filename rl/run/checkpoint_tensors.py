@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: from the device to the host, to one safetensors file a rank, and back to any ranks.
+"""The tensors of a checkpoint: from the device to the host, to a safetensors file per rank, and back to any ranks.
 
 `rank_R.safetensors` holds what rank R has of all parameters that learn and their moments, as `actor/model/NAME` and
 `actor/optimizer/NAME/KIND`. FSDP2 shards rows, so the file's metadata says under "shards" which ones these are:
@@ -32,9 +32,9 @@ STAGING = 2**27  # bytes copied from the device at a time: what a decoding step 
 
 
 class Place(NamedTuple):
-    """Where the rows that a rank has belong."""
+    """Where in a whole tensor the rows of a rank belong."""
 
-    start: int
+    start: int  # the first of these rows
     shape: tuple[int, ...]  # of the whole tensor
 
 
@@ -70,8 +70,8 @@ class Saved(NamedTuple):
 
 
 def learning(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a module that are trained, by name: with LoRA not the weights that adapters stand beside. All
-    of a reference, of which none are.
+    """The parameters of a module that learn, by name; with LoRA only the adapters do. A reference has none that learn,
+    and then these are all of its parameters: `Run.refresh` changes them.
     """
     every = dict(module.named_parameters())
     return {key: x for key, x in every.items() if x.requires_grad} or every
@@ -80,7 +80,7 @@ def learning(module: nn.Module) -> dict[str, nn.Parameter]:
 def tensors_to_save(trained: Trained) -> ToSave:
     """What this rank has to save of all parameters that learn, and of their moments.
 
-    Of what several ranks have alike, as with hybrid sharding, the first one saves it.
+    If several ranks have the same part, as with copies of the model (--fsdp-size), the first of them saves it.
     """
     every: dict[str, torch.Tensor] = {}
     for name, (module, optimizer) in trained.items():
@@ -155,7 +155,7 @@ def read(folder: pathlib.Path, ranks: int) -> dict[str, Saved]:
 def load(saved: dict[str, Saved], trained: Trained, *, moments_on_host: bool = False) -> None:
     """Give modules and optimizers what `read` found. Raises ValueError if that is not exactly of such modules.
 
-    moments_on_host: of which the device may have no room for all.
+    moments_on_host: leave AdamW's moments on the host, since the device may have no room for them.
     """
     moments = _check(saved, trained)
     for name, (module, optimizer) in trained.items():

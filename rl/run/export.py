@@ -26,7 +26,7 @@ class ToExport(NamedTuple):
     module: PreTrainedModel
     keys: list[str]  # of the weights that it trains
     others: dict[str, torch.Tensor]  # on rank 0: other weights, whole, and buffers
-    beside: dict[str, torch.Tensor]  # on rank 0: of a larger model, the weights that the module is without
+    beside: dict[str, torch.Tensor]  # on rank 0: if the module is part of a larger model, the weights of the rest
     num_weights: int  # trained or not
 
 

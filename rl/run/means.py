@@ -25,7 +25,8 @@ class Means:
         self.ranks, self.num_updates = ranks, num_updates
         self.sums: dict[str, torch.Tensor] = {}
         self.counts: dict[str, torch.Tensor] = {}
-        self.ends: dict[tuple[str, int], torch.Tensor] = {}  # (name, 1): maxima; (name, -1): minima times -1
+        # Extremes: those of (name, 1) are maxima, and those of (name, -1) are minima times -1.
+        self.ends: dict[tuple[str, int], torch.Tensor] = {}
 
     def over_tokens(self, mask: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
         """Values (b, T), of which those with mask 1 count, each alike."""

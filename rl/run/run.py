@@ -87,6 +87,7 @@ class Run:
         pays = self.ranks.device.type == "cuda" and compiling_pays(args, total_steps, self.ranks.size)
         with_compile = replace(args, memory=settled(args.memory, compile=pays))
         chosen = settle(with_compile, self.ranks.all_gather([hardware()]), saved.get("memory"))
+        # other_ways: memory flags that `begin` tries, in this order, if those chosen turn out not to fit.
         self.memory, self.other_ways, record["memory"] = chosen.memory, chosen.rest, chosen.record
         if chosen.text and self.ranks.is_main:
             say(f"{chosen.text}\n--compile {chosen.memory.compile}")
@@ -284,7 +285,7 @@ class Run:
             self.alarms.print(step, metrics, lambda name: name.startswith("val") == is_evaluation, stream)
 
     def _before_optimizer_step(self) -> None:
-        stop.hold()  # the state of the step's beginning is about to be gone
+        stop.hold()  # the optimizer is about to overwrite the state with which the step began
         self.saver.wait_until_copied()
         self.skipped_updates = 0
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.data.types import Batch, Sample
 
-MOST = 4  # responses of a step, all to one prompt
+MOST = 4  # responses that a step shows, all to one prompt
 
 
 def shown(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], batch: Batch | None) -> list[dict[str, Any]]:
