@@ -29,7 +29,7 @@ from rl.data.template import FAULTS, Tokenizer, render, rendering_of, variables
 
 Text = tuple[str, str]  # its place in the row, such as prompt[1].content, and itself
 Mark = Callable[[str, str], str]  # (place, text) -> what stands there instead
-Drawn = Callable[[Mark], str]  # what the template writes of messages and tools with marks
+Drawn = Callable[[Mark], str]  # mark -> what the template writes of messages and tools in which texts are marked so
 
 # Fields whose texts need not be among the tokens. Templates rename roles, read types, and leave out ids.
 METADATA = frozenset({"role", "type", "id", "tool_call_id"})

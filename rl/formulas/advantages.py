@@ -40,7 +40,7 @@ def _deviation(x: Tensor, weights: Tensor, dim: int) -> Tensor:
     return torch.where(weights > 0, x - _mean(x, weights, dim), 0.0)
 
 
-def _centred(rewards: Tensor, weights: Tensor | float = 1.0) -> Tensor:
+def _centered(rewards: Tensor, weights: Tensor | float = 1.0) -> Tensor:
     """Rewards minus the weighted mean of their group; unscored gives 0, a lone scored one keeps its own."""
     scored = ~rewards.isnan()
     alone = scored.sum(-1, keepdim=True) == 1
@@ -94,7 +94,7 @@ def grpo_batch(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: obje
     """
     check_shapes(rewards, lengths, dims=2)
     std = group_mean_std(rewards.reshape(1, -1))[1]  # of the whole step, as if it was one group
-    return _centred(rewards) / (torch.where(std > 0, std, 1.0) + eps)
+    return _centered(rewards) / (torch.where(std > 0, std, 1.0) + eps)
 
 
 def max_rl(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: object) -> Tensor:
@@ -108,7 +108,7 @@ def max_rl(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: object) 
     """
     check_shapes(rewards, lengths, dims=2)
     mean = rewards.nanmean(-1, keepdim=True)  # NaN if none is scored, and then nothing below is above 0
-    return torch.where(mean > 0, _centred(rewards) / (mean + eps), 0.0)
+    return torch.where(mean > 0, _centered(rewards) / (mean + eps), 0.0)
 
 
 def grpo_passk(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: object) -> Tensor:
@@ -157,11 +157,11 @@ def rloo(rewards: Tensor, lengths: Tensor, **_: object) -> Tensor:
     """
     check_shapes(rewards, lengths, dims=2)
     num_scored = (~rewards.isnan()).sum(-1, keepdim=True)
-    return _centred(rewards) * num_scored / (num_scored - 1).clamp(min=1)
+    return _centered(rewards) * num_scored / (num_scored - 1).clamp(min=1)
 
 
 def opo(rewards: Tensor, lengths: Tensor, **_: object) -> Tensor:
-    """Advantage against the length-weighted baseline, which minimises the variance of the policy gradient.
+    """Advantage against the length-weighted baseline, which minimizes the variance of the policy gradient.
 
     A_i = r_i - sum_g L_j r_j / sum_g L_j. In a group of several scored responses one without tokens weighs nothing and
     gets 0.
@@ -169,11 +169,11 @@ def opo(rewards: Tensor, lengths: Tensor, **_: object) -> Tensor:
     Source: On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585.
     """
     check_shapes(rewards, lengths, dims=2)
-    return _centred(rewards, lengths.to(rewards.dtype))
+    return _centered(rewards, lengths.to(rewards.dtype))
 
 
 def gpg(rewards: Tensor, lengths: Tensor, **_: object) -> Tensor:
-    """Group-centred advantage, scaled up when few responses of the batch earn anything.
+    """Group-centered advantage, scaled up when few responses of the batch earn anything.
 
     A_i = alpha * (r_i - mean_g), alpha = N / max(#{r_i != 0}, 1), N scored responses in the whole batch. `rewards` must
     hold every group of the step. This alpha is verl's; the paper divides by the number of responses whose group has
@@ -184,20 +184,20 @@ def gpg(rewards: Tensor, lengths: Tensor, **_: object) -> Tensor:
     check_shapes(rewards, lengths, dims=2)
     scored = ~rewards.isnan()
     alpha = scored.sum().to(rewards.dtype) / (scored & (rewards != 0)).sum().clamp(min=1)
-    return alpha * _centred(rewards)
+    return alpha * _centered(rewards)
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor, **_: object) -> Tensor:
-    """Group-centred advantage, whitened over all tokens of the batch.
+    """Group-centered advantage, whitened over all tokens of the batch.
 
-    s_i = r_i - mean_g; A_i = (s_i - mean) * rsqrt(var + 1e-8), where mean and unbiased var count s_i once a token, L_i
-    times: the same as `whiten` over the tokens. Fewer than two tokens in the batch give 0. `rewards` must hold every
+    s_i = r_i - mean_g; A_i = (s_i - mean) * rsqrt(var + 1e-8), where mean and unbiased var count s_i once per token,
+    L_i times: the same as `whiten` over the tokens. Fewer than two tokens in the batch give 0. `rewards` must hold every
     group of the step.
 
     Source: REINFORCE++, arXiv 2501.03262.
     """
     check_shapes(rewards, lengths, dims=2)
-    return _whitened(_centred(rewards), lengths.to(rewards.dtype) * ~rewards.isnan(), eps=1e-8)
+    return _whitened(_centered(rewards), lengths.to(rewards.dtype) * ~rewards.isnan(), eps=1e-8)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def whiten(x: Tensor, mask: Tensor, *, mean: float, var: float, eps: float = 1e-
 
     Args: x float, mask, both (B, T); mean and var, the unbiased variance (ddof=1), of every entry of the step with mask
     1, on all ranks (`Ranks.moments`). Returns: (B, T) of x's dtype, 0 where mask is 0.
-    Source: advantage normalisation, The 37 Implementation Details of PPO, detail 7, iclr-blog-track.github.io.
+    Source: advantage normalization, The 37 Implementation Details of PPO, detail 7, iclr-blog-track.github.io.
     """
     check_shapes(x, mask)
     return torch.where(mask.bool(), (x.double() - mean) * (var + eps) ** -0.5, 0.0).to(x.dtype)

@@ -6,7 +6,7 @@ a distance is never negative, never larger than the real one, and 0 exactly wher
 
     distance = f(student, teacher, beta=beta)
 
-Args: student, teacher (R, K), log-probs; beta, of `jsd`. Returns: (R,), to be minimised; gradients flow through both.
+Args: student, teacher (R, K), log-probs; beta, of `jsd`. Returns: (R,), to be minimized; gradients flow through both.
 Every function is pure, keeps the floating dtype it is given, and asserts the shapes it expects.
 """
 

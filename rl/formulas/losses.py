@@ -10,7 +10,7 @@ The policy losses share one signature and one result, so that a script can pick 
 
 Args: the tensors logp, old_logp, advantages and mask are (B, T). Everything else is passed by name: a loss names what
 it needs, and `**_` takes the rest.
-Returns: loss (B, T), to be minimised, 0 where mask is 0; clipped (B, T), 1.0 where the clip decides the loss, without
+Returns: loss (B, T), to be minimized, 0 where mask is 0; clipped (B, T), 1.0 where the clip decides the loss, without
 gradient. Gradients flow through logp only. In the formulas delta = logp - old_logp, ratio = exp(delta), and sg(x) is x
 without its gradient (stop-gradient).
 
@@ -92,7 +92,7 @@ def ppo_clip(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_hig
 
 
 def gspo(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, **_) -> Loss:
-    """Clipped surrogate on the length-normalised ratio of the whole sequence (the GSPO-token form).
+    """Clipped surrogate on the length-normalized ratio of the whole sequence (the GSPO-token form).
 
     log s_it = logp_it - sg(logp_it) + sg(mean_t delta_it), at most 10; max(-A * s, -A * clip(s, 1 - low, 1 + high)).
     No dual clip. Sequence ratios hardly move, so the paper's clips are 3e-4 and 4e-4; aggregate by seq-mean-token-mean

@@ -20,9 +20,9 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux
 def begin_worker() -> socket.socket:
     """Begin a worker that `rl.children.start_worker` has started. Returns the socket to the process that started it.
 
-    It goes on in a child. The process itself stays as a guard, which ends when the child ends and in the same way, or
-    on SIGTERM, which the death of the process that started it is too. Then the guard kills every process below it,
-    daemons included, whatever they do.
+    This function forks, and returns only in the child, which is the worker. The process itself stays as the guard. It
+    ends when the child ends, and in the same way, or on SIGTERM, which it also gets when the trainer's thread that
+    started it ends. Before that, the guard kills every process below it, daemons included, whatever they do.
     """
     descriptor, signals = int(sys.argv[1]), {signal.SIGCHLD, signal.SIGTERM}
     adopt_orphans()  # a daemon that a user's function starts becomes a child of the guard
@@ -43,7 +43,7 @@ def begin_worker() -> socket.socket:
                 pid, code = ended
         while True:
             for child in children_of_this():
-                os.kill(child, signal.SIGKILL)  # of its children, those that outlive it become ours
+                os.kill(child, signal.SIGKILL)  # its own children then become ours, and are next
             os.waitpid(-1, 0)
     code = os.waitstatus_to_exitcode(code)
     if code < 0:

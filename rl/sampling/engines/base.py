@@ -22,7 +22,7 @@ from rl.ranks import Ranks
 
 
 class Engine:
-    """Requests in flight over one copy of the model, on this rank or on a few neighbouring ones.
+    """Requests in flight over one copy of the model, on this rank or on a few neighboring ones.
 
     Ranks that share an engine (--tensor-model-parallel-size) enter `has_requests`, `step`, `abort`, `update_weights`,
     `sleep`, `wake` and `close` together. Each adds its own requests and gets its own completions.

@@ -1,7 +1,7 @@
 """vLLM inside the training process: no server, no RPC, weights pushed by one call. Tested with 0.26, 0.28, 0.32, 0.33.
 
 Every rank builds its own engine on torchrun's process group ("external_launcher"). With tensor_parallel_size N, N
-neighbouring ranks form one engine: all of them sample all responses together.
+neighboring ranks form one engine: all of them sample all responses together.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Prompts:
 
 
 class Engine(base.Engine):
-    """See `base.Engine`. vLLM on this rank's device, or over --tensor-model-parallel-size neighbouring ranks.
+    """See `base.Engine`. vLLM on this rank's device, or over --tensor-model-parallel-size neighboring ranks.
 
     Unless `load_weights`, weights are dummies until the first `update_weights`. Raises ValueError if the ranks cannot
     be divided into engines of that size. Tokens are read from vLLM's core: see vllm_scheduler.py for the reason.
