@@ -32,7 +32,7 @@ KEY = "asked to stop"  # in the store of the process group, set by the first ran
 class _State:
     """What this process knows of requests to stop."""
 
-    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # restores the signal handlers of before `start`
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # restores what was before `start`
     asked_at: float = math.inf  # when the first signal came, or when --max-hours end, on the monotonic clock
     known: bool = False  # that some rank was asked: once true, it stays so
     looked_at: float = -math.inf  # when this rank last looked into the store

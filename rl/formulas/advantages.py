@@ -191,8 +191,8 @@ def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor, **_: object) 
     """Group-centered advantage, whitened over all tokens of the batch.
 
     s_i = r_i - mean_g; A_i = (s_i - mean) * rsqrt(var + 1e-8), where mean and unbiased var count s_i once per token,
-    L_i times: the same as `whiten` over the tokens. Fewer than two tokens in the batch give 0. `rewards` must hold every
-    group of the step.
+    L_i times: the same as `whiten` over the tokens. Fewer than two tokens in the batch give 0. `rewards` must hold
+    every group of the step.
 
     Source: REINFORCE++, arXiv 2501.03262.
     """
