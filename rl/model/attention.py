@@ -32,10 +32,15 @@ GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signatur
 
 
 class Packing(NamedTuple):
-    """Where b sequences of N' tokens stand in a packed row of N <= N' tokens, in which shared ones stand once."""
+    """Where b sequences stand in a packed row. Together they have N' tokens. The row has N <= N' tokens, since tokens
+    that a sequence shares with the one before it stand in the row once.
 
-    borders: Tensor  # (b + 1,) int32, of the tokens each sequence has to itself; they end it
-    key_borders: Tensor  # (b + 1,) int32, in key_index, of all its tokens
+    Of sequence i, the tokens that it does not share stand in the row from borders[i] to borders[i + 1], and the places
+    of all its tokens stand in key_index from key_borders[i] to key_borders[i + 1].
+    """
+
+    borders: Tensor  # (b + 1,) int32
+    key_borders: Tensor  # (b + 1,) int32
     key_index: Tensor  # (N',) int64, position in the packed row of every token of every sequence
     offset: Tensor  # (L,) int64, 0 ... L - 1, L tokens being the longest sequence
 

@@ -20,7 +20,9 @@ class LoopState(NamedTuple):
 
 
 def encode(state: dict[str, Any]) -> LoopState:
-    """Raises TypeError if the state holds anything but numbers, strings, None, lists, tuples, dicts, tensors (as
+    """The state as JSON text, and its arrays by the numbers that stand for them in the text.
+
+    Raises TypeError if the state holds anything but numbers, strings, None, lists, tuples, dicts, tensors (which become
     lists), and arrays of numbers.
     """
     arrays: dict[str, np.ndarray] = {}

@@ -38,8 +38,9 @@ def load_task(args: Any, *, prompts_per_step: int | None = None, read_train: Rea
         text_of=partner.prompt_text if partner else None,
     )
     check_rows(args.envs, train_rows + val_rows)
-    parts = (getattr(x, "text_only", None) for x in (args, *vars(args).values()))  # of the script and of its groups
-    for reader in filter(None, parts):
+    # Names of what reads nothing but text, from the script and from its groups of flags.
+    text_readers = (getattr(x, "text_only", None) for x in (args, *vars(args).values()))
+    for reader in filter(None, text_readers):
         refuse_attachments(train_rows + val_rows, f"{reader} reads", "leave such rows out, or it")
     num_prompts = prompts_per_step or args.train_batch_size
     flag = "--train-batch-size" if num_prompts == args.train_batch_size else "--gen-batch-size"

@@ -61,11 +61,11 @@ def sample_groups(
     stop: call `run.may_stop_after` then. Raises RuntimeError naming the row if the engine returns anything but each
     response once, with a finite log-prob for every token.
     """
-    ways = [sampling] * len(rows) if isinstance(sampling, Sampling) else sampling
-    loop, groups = Loop(engine, partner, seed=seed), {}  # groups: of the rows that are answered, by their places
+    row_samplings = [sampling] * len(rows) if isinstance(sampling, Sampling) else sampling
+    loop, groups = Loop(engine, partner, seed=seed), {}  # groups: samples, by the place of their row
     with seeded(seed, engine.device):
-        for i, (row, way) in enumerate(zip(rows, ways, strict=True)):
-            loop.start(i, row, way)
+        for i, (row, row_sampling) in enumerate(zip(rows, row_samplings, strict=True)):
+            loop.start(i, row, row_sampling)
         for i, samples in progress("generate", loop.run(), total=len(rows)):
             groups[i] = samples
             on_group(rows[i], samples)

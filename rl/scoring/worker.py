@@ -132,6 +132,7 @@ def score(rewards: list[Reward], calls: list[tuple]) -> list[Result]:
                     components[i] |= {reward.label: value} | first
                 parts = {f"{reward.label}/{key}": part for key, part in parts.items()}
             components[i] |= parts
+            # A response has no total as soon as one function gives no score.
             totals[i] = None if value is None or (total := totals[i]) is None else total + reward.weight * value
     return list(zip(totals, components, strict=True))
 

@@ -35,7 +35,7 @@ class Engine:
         self.device, self.rank, self.longest = ranks.device, ranks.rank, longest
         self.first_rank = ranks.rank  # of those that share this engine: they sample with one seed
         self.group: dist.ProcessGroup | None = None  # of those ranks, for objects on the host; None for one rank alone
-        self.memory = 0  # bytes on the device that `sleep` gives back, as `make_engine` has seen it
+        self.memory = 0  # bytes on the device that `sleep` gives back; `make_engine` measures it
         self.policy_version = 0  # number of the weights: each push adds one; a resumed run sets it to its first step
         # The dtype of the column "routed_experts" of completions; None if they do not have that column.
         self.routing: np.dtype | None = None

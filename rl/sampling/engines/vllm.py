@@ -110,7 +110,7 @@ class Engine(base.Engine):
         self.group = parallel_state.get_tp_group().cpu_group if size > 1 else None
         self.core = self.llm.llm_engine.engine_core
         self.scheduler = self.core.engine_core.scheduler
-        # count: of the requests that were handed to vLLM; steps: since that was done
+        # count: requests that were handed to vLLM so far; steps: how many were made since the last of them
         self.count, self.steps, self.has_started = 0, 0, False
         if self.routing is None:  # otherwise vLLM's own scheduler must see every token, to collect its experts
             if vllm.__version__.startswith(TESTED):
