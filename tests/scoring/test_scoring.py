@@ -907,6 +907,16 @@ def test_a_pool_that_breaks_says_so_instead_of_waiting(pool, write, tokenizer):
 # The check before training
 
 
+def test_a_batched_function_may_fail_on_a_form_of_the_ground_truth(pool, write):
+    """And if it fails on an empty response, that is the one that is named."""
+    lines = "assert not any('#' in s for s in solution_strs)\nreturn [float(s == '12') for s in solution_strs]"
+    path = write(lines, BATCHED)
+    assert pool(path, rows=[row(0, truth="12")]).report == "rewards: set: the ground truth scores 1, an empty one 0"
+    path = write("assert all(solution_strs)\nreturn [1.0] * len(solution_strs)", BATCHED, name="full.py")
+    with pytest.raises(ValueError, match="first row of data source 'set' with the response ''"):
+        pool(path, rows=[row(0, truth="12")])
+
+
 def test_check_scores_the_reference_and_an_empty_response_of_every_source(pool, write, capfd):
     path = write("return None if data_source == 'open' else 0.5 * (ground_truth in solution_str) - 0.25")
     scorer = pool(path)
