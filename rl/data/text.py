@@ -138,15 +138,16 @@ def _check(tokenizer: Tokenizer, row: Row, text: str, texts: list[Text], shape: 
             f"{named(row)}: has a column {unread[0]}, which the chat template reads but does not get; remove the "
             "column, or set the value for all rows by --apply-chat-template-kwargs"
         )
-    whole, around = rendering_of(tokenizer).whole, _around(text, (said for _, said in texts))
-    if (key := hash((shape, around))) not in whole:
+    intact, around = rendering_of(tokenizer).whole, _around(text, (said for _, said in texts))
+    # `intact` has what rows of this shape looked like from which nothing was dropped, see the top of this file.
+    if (key := hash((shape, around))) not in intact:
         if (k := _dropped(text, drawn)) is not None:
             raise ValueError(
                 f"{named(row)}: {texts[k][0]}: the tokens do not contain {shown(texts[k][1])}, since the chat template "
                 "drops it; change the row or the template, or add --allow-dropped-text if that is meant"
             )
-        if around and len(whole) < MOST_SHAPES:
-            whole.add(key)
+        if around and len(intact) < MOST_SHAPES:
+            intact.add(key)
 
 
 def _marked(value: Any, place: str, mark: Mark, metadata: frozenset[str] | None, has_names: bool = False) -> Any:
@@ -229,10 +230,10 @@ def _dropped(text: str, drawn: Drawn) -> int | None:
     def plain(written: str) -> str:
         return MARKER.sub("", written.casefold())
 
-    whole, all_texts = marked(), [*texts]
-    # A text of the row may look like a marker, and is in both.
-    seen = Counter(MARKER.findall(whole.casefold())) - Counter(MARKER.findall(text.casefold()))
-    is_changed = plain(whole) != plain(text)
+    with_markers, all_texts = marked(), [*texts]
+    # What looks like a marker in a text of the row is in both, and does not count.
+    seen = Counter(MARKER.findall(with_markers.casefold())) - Counter(MARKER.findall(text.casefold()))
+    is_changed = plain(with_markers) != plain(text)
     for i, (said, numbers) in enumerate(all_texts):
         missing = [k for k in numbers if str(k) not in seen]
         some = {*missing[:1], *missing[len(missing) // 2 :][:1], *missing[-1:]}

@@ -156,7 +156,7 @@ def pack(batch: Batch, model: PreTrainedModel) -> tuple[list[Pass], Tensor]:
     shared = shared_prefix(batch) * all(x.shares_beginnings for x in model.packed.families)
     is_own = real & (position >= shared[:, None])  # (b, T) computed for this row, the others for one above
     place = is_own.flatten().cumsum(0).view(b, T) - 1  # (b, T) in the packed row, of each row's own tokens
-    owner = torch.where(is_own, row[:, None], 0).cummax(0).values  # (b, T) nearest row, from here up, that computes it
+    owner = torch.where(is_own, row[:, None], 0).cummax(0).values  # (b, T) row that computes it: this or one above
     place = place.gather(0, owner)  # of all tokens
     borders, key_borders = (F.pad(n.cumsum(0), (1, 0)).to(torch.int32) for n in (is_own.sum(1), batch.lengths))
     packing = Packing(borders, key_borders, place[real], position[: batch.lengths.max()])

@@ -153,7 +153,7 @@ class Engine(base.Engine):
                 new = output.new_logprobs  # with `take_shortcuts` a number, else vLLM's arrays
                 x.token_ids.extend(output.new_token_ids)
                 x.logprobs.append(new if isinstance(new, float) else float(new.logprobs[0, 0]))
-                if output.routed_experts is not None:  # of tokens up to the one before those that are new
+                if output.routed_experts is not None:  # of all tokens but the last one, which the model has not read
                     parts = x.columns.setdefault("routed_experts", [])
                     fresh = len(x.request.prompt_ids) + len(x.token_ids) - 1 - sum(map(len, parts))
                     parts.append(output.routed_experts[-fresh:].astype(self.routing))
