@@ -99,7 +99,7 @@ def run_on_responses(model: PreTrainedModel, batch: Batch, head: Callable, *args
     """
     scored = sampled_positions(batch)
     before = scored.roll(-1, 1)  # the hidden state that predicts token t sits at t - 1
-    # An id beyond the vocabulary, such as that of an image, can only be here in an empty row, whose weight is zero.
+    # An id beyond the vocabulary, such as that of an image, is here only if no token is scored, with the weight zero.
     targets = batch.input_ids[scored].clamp(max=model.config.get_text_config().vocab_size - 1)
     outputs = run_packed(model, batch, before, head, targets, *args)
     return tuple(_to_grid(x, scored, batch.response_mask) for x in outputs)
