@@ -88,8 +88,7 @@ def progress_line(step: int, total: int, metrics: dict[str, float]) -> str:
     parts = {name: form.format(metrics[name], m=metrics) for name, form in SHOWN.items() if name in metrics}
     if cut := metrics.get("response_length/clip_ratio"):
         parts["response_length/mean"] += f" ({cut:.0%} cut)"
-    seconds = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in PHASES}
-    phases = " ".join(f"{phase} {x:.1f}" for phase, x in seconds.items() if x >= 0.05)
+    phases = " ".join(f"{x} {seconds:.1f}" for x in PHASES if (seconds := metrics.get(f"timing_s/{x}", 0.0)) >= 0.05)
     speed = f"{metrics['perf/throughput'] / 1000:.1f}k tok/s/GPU"
     time = f"{metrics['timing_s/step']:.1f} s" + (f" ({phases})" if phases else "")
     return " | ".join([f"step {step:>{len(str(total))}}/{total}", *parts.values(), speed, time])

@@ -331,8 +331,7 @@ class Run:
         gc.unfreeze()
         self.saver.close("completed", self.total_steps)
         stop.end()
-        self.tracker.close()
-        for other in others:
+        for other in (self.tracker, *others):
             other.close()
         shutdown_ranks()
         watchdog.stop()

@@ -96,7 +96,7 @@ class Scorer:
             raise ValueError(f"--reward-workers {self.num_workers}: too many threads ({error}); lower it") from error
         self.idle = self.threads.starmap(Worker, [setup] * self.num_workers)  # workers without a task
         if problems := [worker.loaded["problem"] for worker in self.idle if "problem" in worker.loaded]:
-            self.close()
+            self.threads.terminate()
             raise ValueError(f"--custom-reward-function {' '.join(functions)} cannot be loaded: {problems[0]}")
         self.batched = self.idle[0].loaded["batched"]
         # components: of each data source, the names of the parts of its scores
@@ -136,6 +136,8 @@ class Scorer:
     def close(self) -> None:
         """End the workers. What was submitted, and not scored yet, gets no score any more."""
         self.threads.terminate()
+        while self.idle:  # a worker that is not idle ends with its thread
+            self.idle.pop().kill()
 
     def _score(self, row: Row, samples: Sequence[Sample], twice: bool) -> tuple[list[Score], str]:
         """Let a worker score responses to a row, in one of the threads. Returns the scores, and what went wrong, "" if

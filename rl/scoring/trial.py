@@ -46,8 +46,8 @@ def try_functions(scorer: Any, rows: Iterable[Row], partner: Any = None) -> tupl
         line = f"without a ground truth, an empty response scores {_show(empty)}"
         if texts:
             right = list(zip(texts, scores, strict=True))
-            best = max(right, key=lambda x: _value(x[1]))  # the first of equal ones
-            what, score = right[0] if _value(scores[0]) > _value(empty) else best
+            # If the first one earns nothing, the best of all forms is told of, and the first of equal ones.
+            what, score = right[0] if _value(scores[0]) > _value(empty) else max(right, key=lambda x: _value(x[1]))
             if what != REFERENCE and _value(score) <= _value(empty):
                 what = "the ground truth, in every form tried,"
             line = f"{what} scores {_show(score)}, an empty one {_show(empty)}"

@@ -26,10 +26,10 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 2993,
-    "wall": 1615,
-    "import train_grpo": 3943,
-    "import sft": 2422,
+    "core": 2990,
+    "wall": 1614,
+    "import train_grpo": 3942,
+    "import sft": 2420,
     "import eval": 1294,
     "eval.py": 107,
     "sft.py": 93,
