@@ -159,8 +159,9 @@ class Loop:
         that shares the engine. Ranks that share it must enter together. Raises RuntimeError, naming a row, if the
         engine has nothing left to sample and a response has not come.
         """
-        self.engine.add([self.trajectories[key].request() for key in self.pending])
-        self.pending = []
+        if self.pending:
+            self.engine.add([self.trajectories[key].request() for key in self.pending])
+            self.pending = []
         is_open = self.engine.has_requests(waiting=bool(self.waiting))
         if self.trajectories and not is_open:
             row, lost = next(iter(self.trajectories.values())).row["row_index"], len(self.trajectories)
