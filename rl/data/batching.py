@@ -48,7 +48,9 @@ def collate(
         ids[i, :start], ids[i, start:end] = s.prompt_ids, s.response_ids
         mask[i, start:end], logp[i, start:end] = s.response_mask, s.rollout_logprobs
         for name, x in s.columns.items():
-            columns.setdefault(name, np.full((B, T, *x.shape[1:]), unknown(x), x.dtype))[i, :end] = x
+            if name not in columns:
+                columns[name] = np.full((B, T, *x.shape[1:]), unknown(x), x.dtype)
+            columns[name][i, :end] = x
     lengths = torch.tensor([s.num_tokens for s in samples], dtype=torch.long)
     return Batch(
         torch.from_numpy(ids),
