@@ -11,7 +11,7 @@ Both count the batch on all ranks, so the loss depends neither on packing nor on
 policy-gradient step on given responses whose advantages are all one: model, packing and sharding are those of
 train_grpo.py.
 
-B rows a step, b of them in a micro-batch, T tokens. Tensors of tokens are (b, T), and position t describes token t
+B rows per step, b of them in a micro-batch, T tokens. Tensors of tokens are (b, T), and position t describes token t
 given the tokens before it.
 """
 

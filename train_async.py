@@ -45,7 +45,7 @@ from rl.sampling.responses import scores_of
 @dataclass(frozen=True)
 class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy
-    train_batch_size: AtLeast1 = 128  # prompts a step (P)
+    train_batch_size: AtLeast1 = 128  # prompts per step (P)
     rollout_n: Few = 8  # responses to each prompt (G); with one response nothing is compared
     max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
@@ -121,8 +121,8 @@ def main(args: Args) -> dict[str, float]:
         )  # (b, T); with ages, if a token is older than these weights
         run.may_stop_after("batch")
 
-        # 4. Log-probs that stay fixed while the policy changes. With one update a step, those of the policy that starts
-        # it are not needed here: they are l in phase 6.
+        # 4. Log-probs that stay fixed while the policy changes. With one update per step, those of the policy that
+        # starts it are not needed here: they are l in phase 6.
         if num_updates > 1 and args.proximal_policy == "recomputed":
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             run.may_stop_after("old_log_prob")

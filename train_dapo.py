@@ -66,7 +66,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
 
     # --- what follows is as in train_grpo.py, but for some defaults
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy
-    train_batch_size: AtLeast1 = 128  # prompts a step (P)
+    train_batch_size: AtLeast1 = 128  # prompts per step (P)
     rollout_n: Few = 8  # responses to each prompt (G); at least 2 to have a spread
     max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut

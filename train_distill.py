@@ -18,9 +18,9 @@ the mean over all sampled tokens of a distance, see DISTANCES. --reward-coef add
 
 Where this departs from the papers: all responses are the student's (lambda = 1 in GKD), and no gradient flows through
 the sampling; a distance looks at the teacher's --distill-top-k most likely tokens, and takes all others as one; the
-loss is clipped as in train_grpo.py, which matters only with several updates a step.
+loss is clipped as in train_grpo.py, which matters only with several updates per step.
 
-P prompts a step, B = P * G responses, b of them on this process (rank), T tokens. Tensors of tokens are (b, T), and
+P prompts per step, B = P * G responses, b of them on this process (rank), T tokens. Tensors of tokens are (b, T), and
 position t describes token t given the tokens before it. See docs/train_distill.md.
 """
 
@@ -58,7 +58,7 @@ DISTANCES = {
 @dataclass(frozen=True)
 class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"  # Hugging Face id or folder of the student
-    train_batch_size: AtLeast1 = 128  # prompts a step (P)
+    train_batch_size: AtLeast1 = 128  # prompts per step (P)
     rollout_n: Few = 8  # responses to each prompt (G)
     max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
@@ -156,7 +156,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 3. Log-probs that stay fixed while the student changes: by the student that starts the step, and by the
         # teacher (ref_logp of the sampled tokens; for a distance also top_ids and top_logp (b, T, K) of its most likely
-        # tokens). With one update a step the first are not needed: then the student has not changed yet.
+        # tokens). With one update per step the first are not needed: then the student has not changed yet.
         if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             run.may_stop_after("old_log_prob")

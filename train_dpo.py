@@ -21,9 +21,9 @@ Where this departs from the papers:
   3. KTO, which can do without pairs, gets pairs too, and its KL is estimated from those of the step;
   4. SPIN's responses come from the policy of today, not from that of the last iteration, which is the reference.
 
-P prompts a step, G responses to each, N pairs; 2N rows (chosen, rejected, chosen, ...), of which b are on this process
-(rank). Tensors of tokens are (b, T), and position t describes token t given the tokens before it. docs/train_dpo.md
-explains more.
+P prompts per step, G responses to each, N pairs; 2N rows (chosen, rejected, chosen, ...), of which b are on this
+process (rank). Tensors of tokens are (b, T), and position t describes token t given the tokens before it.
+docs/train_dpo.md explains more.
 """
 
 import math
@@ -84,7 +84,7 @@ class Args(RLBase):  # and the groups of flags in rl/run/arguments.py: data, rew
     rows_per_unit = 2  # a pair is in one micro-batch
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy, and of the first reference
     offline: bool = False  # learn from the pairs in --train-files, see train_reward.py; sample none
-    train_batch_size: AtLeast1 = 128  # prompts a step (P)
+    train_batch_size: AtLeast1 = 128  # prompts per step (P)
     rollout_n: Few = 8  # responses sampled to each prompt
     max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut

@@ -18,7 +18,7 @@ numbers. It is for comparing the members of the family. They differ in a few fun
     entropy bonus               --entropy-coeff          one line of phase 5
 
 Each function there has its formula and its paper. To build on one member, copy train_grpo.py and write its lines there.
-Shapes: P prompts a step, G responses to each, B = P * G, b of them on this rank; tensors of tokens are (b, T), and
+Shapes: P prompts per step, G responses to each, B = P * G, b of them on this rank; tensors of tokens are (b, T), and
 position t describes token t given the tokens before it.
 """
 
@@ -99,7 +99,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
 
     # --- the flags of train_grpo.py
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy
-    train_batch_size: AtLeast1 = 128  # prompts a step (P)
+    train_batch_size: AtLeast1 = 128  # prompts per step (P)
     rollout_n: Few = 8  # responses to each prompt (G); with one response nothing is compared
     max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
@@ -194,7 +194,7 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("batch")
 
         # 3. Log-probs that stay fixed while the policy changes: by the policy that starts the step, and by the
-        # reference. With one update a step, only a KL in the reward, clip_cov and kl_cov need the first.
+        # reference. With one update per step, only a KL in the reward, clip_cov and kl_cov need the first.
         if num_updates > 1 or args.kl.use_kl_in_reward or args.loss_mode in RULES:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             run.may_stop_after("old_log_prob")

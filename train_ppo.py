@@ -52,7 +52,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     text_only = "the critic of train_ppo.py"  # so no row may have images
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the actor, and of the reference for KL
     critic_model: str | None = None  # a reward model or a language model, by id or folder; default --model, a new head
-    train_batch_size: AtLeast1 = 512  # prompts a step (P)
+    train_batch_size: AtLeast1 = 512  # prompts per step (P)
     rollout_n: Few = 1  # responses to each prompt (G); the critic says what to expect, so one is enough
     max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
@@ -152,7 +152,7 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("batch")
 
         # 3. Values and log-probs that stay fixed while the models change: by the critic and the actor that start the
-        # step, and by the reference. With one update a step the actor has not changed when its loss is computed.
+        # step, and by the reference. With one update per step the actor has not changed when its loss is computed.
         batch = replace(batch, values=fixed_values(critic, batch, updates))
         run.may_stop_after("values")
         if num_updates > 1 or args.kl.use_kl_in_reward:

@@ -16,9 +16,9 @@ log-probability of token t given the tokens before it, and l_old_t the same when
 
 What is subtracted from R is called a baseline: it reduces the noise of the gradient and hardly changes its mean. Where
 this departs from the papers: the mean is over tokens (DAPO); ReMax has the clip of PPO, which does nothing with one
-update a step, the default; where A is negative the loss is at most 3 |A| (dual clip, arXiv 1912.09729).
+update per step, the default; where A is negative the loss is at most 3 |A| (dual clip, arXiv 1912.09729).
 
-P prompts a step, G responses to each, B = P * G responses, b of them on this process (rank), T tokens. Tensors of
+P prompts per step, G responses to each, B = P * G responses, b of them on this process (rank), T tokens. Tensors of
 tokens are (b, T), and position t describes token t given the tokens before it. docs/train_reinforce.md explains more.
 """
 
@@ -54,7 +54,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     # what returns are compared with: the mean of the step, a greedy response, or other responses to the prompt
     adv_estimator: Literal["reinforce_plus_plus", "remax", "optimal_token_baseline"] = "reinforce_plus_plus"
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy, and of the reference for KL
-    train_batch_size: AtLeast1 = 512  # prompts a step (P)
+    train_batch_size: AtLeast1 = 512  # prompts per step (P)
     rollout_n: Few = 1  # responses to each prompt (G), besides the greedy one of remax
     max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
@@ -157,7 +157,7 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("batch")
 
         # 3. Log-probs that stay fixed while the policy changes: by the policy that starts the step, and by the
-        # reference. With one update a step the policy has not changed when the loss is computed.
+        # reference. With one update per step the policy has not changed when the loss is computed.
         if num_updates > 1 or args.kl.use_kl_in_reward or args.adv_estimator == "optimal_token_baseline":
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             run.may_stop_after("old_log_prob")

@@ -316,7 +316,7 @@ def own_row(args: Args, flags: list[str]) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """Seconds from the end of one step to the end of the next, and those in which weights are pushed and responses
-    sampled; response tokens a second over the step; memory in use on the device, and the peak of torch's allocator.
+    sampled; response tokens per second over the step; memory in use on the device, and the peak of torch's allocator.
     """
 
     def cell(value: float | None, form: str, width: int) -> str:

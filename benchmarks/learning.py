@@ -99,7 +99,7 @@ LOSSES = {
 # Prompts of eight steps are sampled at a time, so that most responses are from one to seven steps old.
 STALE = f"{DAPO} --no-filter-groups --gen-batch-size 256 --overlong-buffer-len 0 --clip-ratio-high 0.2"
 RUNS = {
-    "advantage estimators, one update a step": {
+    "advantage estimators, one update per step": {
         "grpo": "train_grpo.py --save-freq -1",  # its last step, the teacher of others
         "dr_grpo": "train_grpo_variants.py --adv-estimator dr_grpo --loss-agg-mode seq-mean-token-sum-norm",
         "rloo": "train_grpo_variants.py --adv-estimator rloo",
@@ -115,9 +115,9 @@ RUNS = {
         "unbiased_kl": f"train_grpo_variants.py {FOUR_UPDATES} --use-kl-loss --kl-loss-type unbiased "
         "--kl-loss-coef 0.01",
     },
-    "losses, four updates a step": LOSSES,
+    "losses, four updates per step": LOSSES,
     "the same with learning rate 3e-5": {f"{name}_3e-5": f"{flags} --lr 3e-5" for name, flags in LOSSES.items()},
-    "REINFORCE++ and ReMax, one update a step": {
+    "REINFORCE++ and ReMax, one update per step": {
         "reinforce_plus_plus": "train_reinforce.py",
         "remax": "train_reinforce.py --adv-estimator remax",
         "optimal_token_baseline": "train_reinforce.py --adv-estimator optimal_token_baseline",
@@ -146,35 +146,35 @@ RUNS = {
         for f in ("0.25", "1")
         for way in ("none", "token")
     },
-    "PPO, four updates a step": {
+    "PPO, four updates per step": {
         "ppo": PPO,
     },
-    "DAPO, four updates a step": {
+    "DAPO, four updates per step": {
         "dapo": DAPO,
         "dapo_no_clip_higher": f"{DAPO} --clip-ratio-high 0.2",
         "dapo_no_token_mean": f"{DAPO} --loss-agg-mode seq-mean-token-mean",
         "dapo_no_dynamic_sampling": f"{DAPO} --no-filter-groups",
         "dapo_no_overlong_punishment": f"{DAPO} --overlong-buffer-len 0",
     },
-    "preference losses, one update a step": {
+    "preference losses, one update per step": {
         **{f"dpo_{name}": f"train_dpo.py --loss-type {name}" for name in ("dpo", "hinge", "kto_pair", "sppo")},
         "dpo_ipo": "train_dpo.py --loss-type ipo",
         "dpo_all_pairs": "train_dpo.py --pairs all",
         "spin": "train_dpo.py --pairs solution --rollout-n 1 --ref-update-steps 10",
     },
-    "PRIME, one update a step": {
+    "PRIME, one update per step": {
         "prime": PRIME,
         "prime_after": f"{PRIME} --prime-update after",
         "prime_filter": f"{PRIME} --gen-batch-size 64",
     },
-    "distillation from a policy that GRPO has trained, one response a prompt": {
+    "distillation from a policy that GRPO has trained, one response per prompt": {
         "distill_sampled": f"{DISTILL} --loss-mode sampled",
         "distill_forward_kl": f"{DISTILL} --loss-mode forward_kl",
         "distill_reverse_kl": f"{DISTILL} --loss-mode reverse_kl",
         "distill_jsd": f"{DISTILL} --loss-mode jsd",
         "distill_and_reward": "train_distill.py --teacher-model TEACHER --reward-coef 1 --distillation-loss-coef 0.1",
     },
-    "LoRA at ten times the learning rate, one update a step": {
+    "LoRA at ten times the learning rate, one update per step": {
         f"lora_{rank}": f"train_grpo.py --lora-rank {rank} --lr 1e-3" for rank in (1, 8, 32)
     },
 }
@@ -420,7 +420,7 @@ def table(results: list[dict]) -> str:
 
 
 def plot(results: list[dict], title: str, path: Path) -> None:
-    """A row a group of RUNS; left: accuracy against steps, right: against sampled responses."""
+    """A row per group of RUNS; left: accuracy against steps, right: against sampled responses."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -5,7 +5,7 @@
     python benchmarks/learning_trl.py
 
 TRL samples with transformers, on the CPU. What it shares with the run `grpo` of learning.py: 32 prompts x 8 responses
-and one update a step, temperature 1, AdamW at a constant 1e-4, token-mean loss (TRL's "dapo"), no KL term, fp32, and
+and one update per step, temperature 1, AdamW at a constant 1e-4, token-mean loss (TRL's "dapo"), no KL term, fp32, and
 greedy accuracy on the same 512 held-out prompts. Two things cannot be set alike and are too small to matter: TRL adds
 1e-4 to a group's standard deviation, train_grpo.py 1e-6; TRL's weight decay (0.01 in both) spares biases and norms.
 

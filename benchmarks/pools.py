@@ -55,7 +55,7 @@ class Args:
 
 
 def measure(folder: Path, warmup: int) -> dict[str, float]:
-    """What a run did after its warm-up: tokens and seconds a step, and means of other metrics."""
+    """What a run did after its warm-up: tokens and seconds per step, and means of other metrics."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     before, kept = lines[warmup - 1], lines[warmup:]
     tokens = sum(line["perf/total_num_tokens"] for line in kept)

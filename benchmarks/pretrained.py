@@ -226,7 +226,7 @@ def table(results: list[dict], n: int) -> str:
     the difference, steps, responses, and seconds of a step (mean, without evaluations) beside the runs on its GPU. A
     run whose result has no train_seconds, because they compare with nothing, has a dash there.
     """
-    lines = ["| run | before | after, by seed | gain / standard error | steps | responses | s a step |"]
+    lines = ["| run | before | after, by seed | gain / standard error | steps | responses | s per step |"]
     lines.append("|" + "---|" * 7)
     for name in dict.fromkeys(x["name"] for x in results):
         runs = [x for x in results if x["name"] == name and x["accuracy"]]
@@ -250,7 +250,7 @@ def table(results: list[dict], n: int) -> str:
 
 
 def plot(results: list[dict], title: str, n: int, path: Path, runs: dict[str, dict[str, str]] = RUNS) -> None:
-    """A row a group of `runs`, with GRPO in each: accuracy against steps, responses and seconds, the mean over seeds.
+    """A row per group of `runs`, with GRPO in each: accuracy against steps, responses and seconds, the mean over seeds.
     A band goes from the lowest seed to the highest, with one standard error beyond each. A run whose result has no
     train_seconds, because they compare with nothing, is in the first two only; a third is drawn if any run has them.
     """

@@ -3,8 +3,8 @@
     pip install trl==1.16.0 datasets liger-kernel
     python benchmarks/pretrained_trl.py --model CHECKPOINT --train-files train.parquet --val-files test.parquet
 
-Equal to train_grpo.py: checkpoint, prompts and their order, responses a prompt, lengths, temperature 1, updates a step,
-token-mean loss (TRL's "dapo"), no KL term, AdamW, float32 weights with products in bfloat16, vLLM in-process.
+Equal to train_grpo.py: checkpoint, prompts and their order, responses per prompt, lengths, temperature 1, updates per
+step, token-mean loss (TRL's "dapo"), no KL term, AdamW, float32 weights with products in bfloat16, vLLM in-process.
 TRL has its fastest settings from benchmarks/compare_trl.py: no activation checkpointing, Liger's kernels, no
 detokenizer in vLLM, no correction for the sampler. Not equal: TRL adds 1e-4 to a group's standard deviation,
 train_grpo.py 1e-6.

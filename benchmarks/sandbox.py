@@ -1,4 +1,4 @@
-"""Speed and leaks of the sandbox: evaluations a second on MBPP's reference solutions, and what many evaluations leave.
+"""Speed and leaks of the sandbox: evaluations per second of MBPP's reference solutions, and what many of them leave.
 
     python benchmarks/sandbox.py --source <mbpp.jsonl>
 
@@ -96,7 +96,7 @@ def main(args: Args) -> None:
     timed = run(args, problems, args.timed, bad=False)
     seconds, cpu = max(x[0] for x in timed), sum(x[1] for x in timed)
     print(
-        f"{args.timed} reference solutions, {args.workers} workers: {args.timed / seconds:.1f} evaluations a second, "
+        f"{args.timed} reference solutions, {args.workers} workers: {args.timed / seconds:.1f} evaluations per second, "
         f"{1000 * cpu / args.timed:.1f} ms of CPU time each"
     )
     for _, _, before, after in run(args, problems, args.evaluations, bad=True):

@@ -5,7 +5,7 @@
 
 Random weights and tokens. First log-probs and gradients of a few groups, in the precision of training and in float32,
 where one response is empty and one occurs twice. Then the time of forward and backward passes with everything compiled,
-without the optimizer, in tokens a second that count every prompt as often as it has responses. The two ways differ in
+without the optimizer, in tokens per second that count every prompt as often as it has responses. The two ways differ in
 `shared_prefix` only, so the slower one also gathers the keys it has in order already.
 """
 

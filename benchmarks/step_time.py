@@ -6,7 +6,8 @@
     python benchmarks/step_time.py --shape tiny                                 # on a CPU, to see that it works
 
 Flags that are not listed below go to train_grpo.py and win over what is set here: 64 prompts x 8 responses, 128 + 1,024
-tokens, one update a step (--shape tiny: 8 x 4 and 32 tokens). Prompts are digits, the reward is a hash of the response.
+tokens, one update per step (--shape tiny: 8 x 4 and 32 tokens). Prompts are digits, the reward is a hash of the
+response.
 Generation is compared with vLLM alone, which runs first in processes of its own, and the update with the speed of a
 plain matrix product on the same device. Leaves metrics.jsonl (every step), config.json (every flag) and report.json in
 --out.
@@ -206,7 +207,7 @@ def now(device: torch.device) -> float:
 
 
 def bare_generation(args: train_grpo.Args, rounds: int, port: int) -> float:
-    """Response tokens a second of all vLLM engines of this run, with `generate` and nothing around it.
+    """Response tokens per second of all vLLM engines of this run, with `generate` and nothing around it.
 
     The engine's settings, the prompts and the sampling are the run's, but no log-probs are asked for. Runs in a process
     of its own on every rank, which form a group on `port`. All engines are taken to be as fast as this rank's.
@@ -298,7 +299,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Medians over the steps after `warmup`. `lines`: one of metrics.jsonl a step, `notes`: of `record_updates`.
 
-    `peak` in FLOP/s of one device; `bare` in response tokens a second of all of them.
+    `peak` in FLOP/s of one device; `bare` in response tokens per second of all of them.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(train.model).get_text_config())

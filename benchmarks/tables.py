@@ -45,9 +45,9 @@ def read_points(path: Path, spec: Mapping[str, Any]) -> list[Point]:
     """All values in a file that `spec` asks for.
 
     .jsonl: `key` of every line that has it, at the line's own step. .json: what is at the dotted `key`, where a list of
-    dicts gives the entries that have the values of `where`, and each may be a list, one number a step. Any other file:
-    the group of the regular expression `pattern` in every match. The last two are numbered from `first` on, which is 1
-    if it is not given.
+    dicts gives the entries that have the values of `where`, and each may be a list, one number per step. Any other
+    file: the group of the regular expression `pattern` in every match. The last two are numbered from `first` on, which
+    is 1 if it is not given.
     """
     content = parse(path, path.stat().st_mtime_ns)
     if path.suffix == ".jsonl":

@@ -94,7 +94,7 @@ def question(totals: list[int]) -> str:
 
 
 def worked_steps(totals: list[int], stated: list[int]) -> str:
-    """One line a step; `stated` are the totals the writer claims, equal to `totals` if there is no mistake."""
+    """One line per step; `stated` are the totals the writer claims, equal to `totals` if there is no mistake."""
     steps = zip(pairwise(totals), pairwise(stated), strict=True)
     return "".join(f"{s}{b - a:+d}={t}\n" for (a, b), (s, t) in steps)
 

@@ -63,7 +63,7 @@ class Recurrent(Family):
     def advice(self, reason: str) -> str:
         """What a user may do if the layers run in rows for this reason: packages that have kernels."""
         return (
-            f"the recurrent layers run padded, one row a sequence. Their kernels for packed rows: {reason}. Gated "
+            f"the recurrent layers run padded, one row per sequence. Their kernels for packed rows: {reason}. Gated "
             "delta nets want flash-linear-attention (on Hopper GPUs with Triton 3.7.1 or tilelang), Mamba-2 mamba-ssm"
         )
 

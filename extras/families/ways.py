@@ -76,9 +76,9 @@ def choose_way(trial: Trial, problem: str) -> None:
         ranks.not_sharing.add(model)
     if way.is_padded and ranks.is_main:
         say(
-            f"{flag}: {kind} runs padded, one row a sequence, since it cannot run packed: {reasons[ways[-2]]}. Padding "
-            "and the prompt of each response are computed too: training takes more time, and a micro-batch more memory "
-            "than its tokens would; lower the limit of tokens per GPU if needed"
+            f"{flag}: {kind} runs padded, one row per sequence, since it cannot run packed: {reasons[ways[-2]]}. "
+            "Padding and the prompt of each response are computed too: training takes more time, and a micro-batch "
+            "more memory than its tokens would; lower the limit of tokens per GPU if needed"
         )
     if way.apart == "rows" and ranks.device.type == "cuda" and ranks.is_main:
         say(f"{flag} {kind}: {recurrent.advice(no_kernels or reasons[ways[0]])}")

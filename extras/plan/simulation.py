@@ -143,7 +143,7 @@ def pools(
             group = np.append(group, np.arange(drawn, drawn + new).repeat(args.rollout_n))
             rest, have = np.append(rest, new_lengths), np.append(have, np.zeros(new_lengths.size))
             open_of[drawn : drawn + new], drawn = args.rollout_n, drawn + new
-        speed = 1000 / (args.base_ms + args.sequence_ms * np.bincount(place, minlength=samplers))  # tokens a second
+        speed = 1000 / (args.base_ms + args.sequence_ms * np.bincount(place, minlength=samplers))  # tokens per second
         go = (speed * np.maximum(tick_s - reading, 0.0))[place]
         reading = np.maximum(reading - tick_s, 0.0)
         rest, have, seconds = rest - go, have + go, seconds + tick_s

@@ -220,7 +220,7 @@ def _limits(cpu_s: float, memory_mb: int, threads: int, users: tuple[int, int] |
     wanted |= {resource.RLIMIT_AS: memory_mb << 20, resource.RLIMIT_STACK: 8 << 20, resource.RLIMIT_NOFILE: 32}
     wanted[resource.RLIMIT_CPU] = int(cpu_s) + 1  # the worker is stricter; this is for a process that has lost it
     if users == USERS:
-        wanted[resource.RLIMIT_NPROC] = threads  # else the worker counts them, ten times a second
+        wanted[resource.RLIMIT_NPROC] = threads  # else the worker counts them, ten times per second
     ceilings = {name: resource.getrlimit(name)[1] for name in wanted}
     return {name: value if ceilings[name] < 0 else min(value, ceilings[name]) for name, value in wanted.items()}
 

@@ -40,7 +40,8 @@ def collate(
     assert samples or width, "collate needs at least one sample, or a width"
     B, T = len(samples), width or max(s.num_tokens for s in samples)
     ids, mask, logp = np.full((B, T), pad_id, np.int64), np.zeros((B, T), np.float32), np.zeros((B, T), np.float32)
-    columns: dict[str, np.ndarray] = {}
+    examples = {name: x for s in samples for name, x in s.columns.items()}  # of each column, for its shape and dtype
+    columns = {name: np.full((B, T, *x.shape[1:]), unknown(x), x.dtype) for name, x in examples.items()}
     for i, s in enumerate(samples):
         sizes = [len(x) for x in (s.response_ids, s.response_mask, s.rollout_logprobs)]
         assert len(set(sizes)) == 1, f"row {s.row_index}: {sizes[0]} ids, {sizes[1]} mask entries, {sizes[2]} log-probs"
@@ -48,8 +49,6 @@ def collate(
         ids[i, :start], ids[i, start:end] = s.prompt_ids, s.response_ids
         mask[i, start:end], logp[i, start:end] = s.response_mask, s.rollout_logprobs
         for name, x in s.columns.items():
-            if name not in columns:
-                columns[name] = np.full((B, T, *x.shape[1:]), unknown(x), x.dtype)
             columns[name][i, :end] = x
     lengths = torch.tensor([s.num_tokens for s in samples], dtype=torch.long)
     return Batch(
@@ -209,8 +208,7 @@ def _shared(responses: Sequence[Sample], minis: Sequence[Sequence[int]], ranks: 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     """How many entries two arrays begin with alike."""
     n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
+    return int(np.cumprod(a[:n] == b[:n]).sum())  # the product is 1 as long as all entries so far are alike
 
 
 def _deliver(responses: Sequence[Sample], rows_of_rank: list[list[int]], ranks: Ranks) -> list[Sample]:

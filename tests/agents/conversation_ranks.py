@@ -1,5 +1,5 @@
-"""Run by torchrun: conversations on several ranks, with an engine a rank, or one over all of them; then steps of single
-responses that outlive them.
+"""Run by torchrun: conversations on several ranks, with an engine per rank, or one over all of them; then steps of
+single responses that outlive them.
 
 torchrun --nproc_per_node N tests/agents/conversation_ranks.py MODEL GAME OUT ENGINE TP    writes OUT/rank{rank}.pt
 """

@@ -212,7 +212,7 @@ def test_the_largest_micro_batch_is_as_small_as_possible():
 
 
 def test_plan_keeps_the_responses_to_a_prompt_together():
-    """Six prompts of 6 tokens with four responses of 4: 22 tokens a prompt, or 40 if it were computed four times."""
+    """Six prompts of 6 tokens with four responses of 4: 22 tokens per prompt, or 40 if it were computed four times."""
     lengths, shared = [10] * 24, [0, 6, 6, 6] * 6
     prompts = [list(range(i, i + 4)) for i in range(0, 24, 4)]
     plan = plan_micro_batches(lengths, range(24), world_size=2, max_tokens=22, shared=shared)
@@ -224,7 +224,7 @@ def test_plan_keeps_the_responses_to_a_prompt_together():
 def test_plan_does_not_waste_micro_batches():
     lengths = [8] * 12 + [2] * 16
     plan = plan_micro_batches(lengths, range(28), world_size=2, max_tokens=16)
-    assert [len(rank) for rank in plan] == [4, 4]  # 64 tokens a rank in bins of 16
+    assert [len(rank) for rank in plan] == [4, 4]  # 64 tokens per rank in bins of 16
 
 
 def plans(lengths, size, *, mini_batch_size, **options):

@@ -187,7 +187,7 @@ def test_all_ranks_plan_the_same_updates(ranks, name):
 
 def test_a_rank_may_be_without_rows(measured):
     shapes = [rank["cuts"]["one row"]["batch"]["input_ids"].shape for rank in measured[4]]
-    assert shapes == [(3, 3), (0, 3), (0, 3), (0, 3)]  # a row an update, in a micro-batch of its own
+    assert shapes == [(3, 3), (0, 3), (0, 3), (0, 3)]  # a row per update, in a micro-batch of its own
 
 
 def micro_batches(responses, max_tokens, *models):

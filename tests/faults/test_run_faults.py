@@ -91,7 +91,7 @@ def clock_jumps():
 
 def test_a_run_that_breaks_is_continued_as_if_nothing_had_happened(task, tmp_path):
     log, run_dir = tmp_path / "log", tmp_path / "run"
-    # Three micro-batches a step.
+    # Three micro-batches per step.
     settings = h.grpo_settings(task, run_dir, total_training_steps=4, save_freq=1, ppo_max_token_len_per_gpu=260)
     unbroken = settings | {"default_local_dir": str(tmp_path / "unbroken")}
     assert launch.fork("train_grpo", unbroken, log).ends() == [0]

@@ -148,7 +148,7 @@ def test_gradients_in_bfloat16_are_near_and_reduced_in_float32(plain, batch, ran
         assert torch.nn.functional.cosine_similarity(actual, expected, dim=0) > 0.99
         assert actual.norm().item() == pytest.approx(expected.norm().item(), rel=0.05)
         rounded = torch.equal(actual, actual.bfloat16().double())
-        assert rounded == (len(ranks) == 1)  # one micro-batch a rank: only their sum, in float32, has more digits
+        assert rounded == (len(ranks) == 1)  # one micro-batch per rank: only their sum, in float32, has more digits
 
 
 @pytest.mark.parametrize("what", ["full", "selective"])
@@ -301,7 +301,7 @@ def untied_model(tmp_path_factory) -> str:
 SHARED = pytest.param(2, id="one engine over both ranks", marks=pytest.mark.thorough)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, id="an engine a rank"), SHARED])
+@pytest.fixture(scope="module", params=[pytest.param(1, id="an engine per rank"), SHARED])
 def rolled_out(request, tiny_model, untied_model, tmp_path_factory):
     """(plain model before training, batch, per rank what tests/model/workers/rollouts.py found)."""
     path = {1: tiny_model, 2: untied_model}[request.param]

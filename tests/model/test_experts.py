@@ -349,7 +349,7 @@ def test_an_auxiliary_loss_that_would_do_nothing_is_refused(tmp_path):
 
 
 def test_a_run_trains_with_replay(folder_of, tmp_path, runs_here):
-    """Two updates a step: the log-probs that stay fixed are of the replayed experts too, so the first ratio is 1."""
+    """Two updates per step: the log-probs that stay fixed are of the replayed experts too, so the first ratio is 1."""
     task = h.make_task(tmp_path)
     for flag in (dict(router_replay=True), dict(router_aux_loss_coef=0.1)):
         with pytest.raises(ValueError, match=f"--{next(iter(flag)).replace('_', '-')}.* needs a mixture of experts"):

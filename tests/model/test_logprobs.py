@@ -339,7 +339,7 @@ def test_gradients_do_not_depend_on_micro_batches_padding_or_order(packed, plain
         assert largest_error(gradients(packed), expected) < 1e-9
 
     several = case[0] in ("ppo_clip", "all terms")
-    for max_tokens in (1000, 30, 1) if several else ():  # one micro-batch, several, one a row
+    for max_tokens in (1000, 30, 1) if several else ():  # one micro-batch, several, one per row
         check(batch, max_tokens)
     per_token = ("input_ids", "response_mask", "rollout_logp", "old_logp", "ref_logp", "advantages", "chosen")
     wide = batch.map(lambda name, x: torch.nn.functional.pad(x, (0, 13)) if name in per_token else x)

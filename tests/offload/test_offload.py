@@ -34,7 +34,7 @@ def end_of(folder, step):
 
 @pytest.mark.parametrize("lora_rank", h.some([0, 4], 4))
 def test_ppo_learns_the_same_bits_wherever_its_state_is(task, tmp_path, monkeypatch, lora_rank):
-    """Several micro-batches an update, a reference, a critic that moves as well, and a checkpoint that is resumed."""
+    """Several micro-batches per update, a reference, a critic that moves as well, and a checkpoint that is resumed."""
     moved = []
 
     def offload(model, *rest):

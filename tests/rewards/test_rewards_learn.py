@@ -85,7 +85,7 @@ def imitate(folder: Path, demonstrations: list[tuple[str, str]], steps: int) -> 
 
 
 def improve(folder: Path, model: str, rows: list[dict], steps: int, **changes) -> list[dict]:
-    """Lines of metrics.jsonl of train_grpo.py with 8 prompts x 8 responses a step, evaluated before and after."""
+    """Lines of metrics.jsonl of train_grpo.py with 8 prompts x 8 responses per step, evaluated before and after."""
     settings = dict(
         model=model,
         train_files=write(folder / "train.parquet", rows),

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("runs_here")
 
 SCRIPTS = (train_grpo, train_ppo, train_dapo, train_reinforce, sft, train_reward)
 STEPS = 5
-# Several updates a step, a reference, a moving learning rate: everything that a resumed run could get wrong.
+# Several updates per step, a reference, a moving learning rate: everything that a resumed run could get wrong.
 BUSY = dict(
     total_training_steps=STEPS,
     save_freq=1,
@@ -237,7 +237,7 @@ def test_a_vllm_run_continues_as_if_nothing_had_happened(task, tmp_path):
 
 def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, policy_of, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    # Five prompts on two ranks: 8 responses a step for one, 12 for the other, which dies in step 2, after the check.
+    # Five prompts on two ranks: 8 responses per step for one, 12 for the other, which dies in step 2, after the check.
     changes = dict(total_training_steps=2, save_freq=1, train_batch_size=5, ppo_mini_batch_size=2)
     entries = [
         {"script": "train_grpo", "settings": h.grpo_settings(task, whole, **changes)},
@@ -258,7 +258,7 @@ def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, poli
     h.assert_same(h.saved_state(again), h.saved_state(broken / "global_step_2"))
     h.assert_same(h.weights(again), h.weights(broken / "global_step_2"))
     state = h.saved_state(again)
-    assert state["actor/optimizer/model.norm.weight/step"] == 6  # three updates a step
+    assert state["actor/optimizer/model.norm.weight/step"] == 6  # three updates per step
     train_grpo.main(build(train_grpo.Args, **entries[1]["settings"] | {"total_training_steps": 3}))
     assert files.list_steps(broken) == [1, 2, 3]
 

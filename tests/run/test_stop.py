@@ -287,7 +287,7 @@ def own_task(task, tmp_path):
 
 
 def test_grpo_asked_in_every_phase(own_task, tmp_path):
-    # Two updates a step, each of several micro-batches.
+    # Two updates per step, each of several micro-batches.
     settings = dict(total_training_steps=3, ppo_mini_batch_size=2, ppo_max_token_len_per_gpu=130)
     chain = Chain("train_grpo", partial(h.grpo_settings, own_task), tmp_path, **settings)
     chain.ends_in_start_up(partial(ask_at, "rl.model.load", "load_pretrained", 1))

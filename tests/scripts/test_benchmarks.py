@@ -422,7 +422,7 @@ def test_table_of_the_comparison_with_trl():
 
 
 def finished(name, seed, accuracy, error=None):
-    """A result of learning.py with evaluations at steps 0, 10, 20, ... and 100 responses a step."""
+    """A result of learning.py with evaluations at steps 0, 10, 20, ... and 100 responses per step."""
     steps = [10 * i for i in range(len(accuracy))]
     final = None if error else accuracy[-1]
     responses = [100 * step for step in steps]

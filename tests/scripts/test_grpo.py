@@ -265,7 +265,7 @@ EVERY = ("train_grpo", "train_grpo_variants", "train_ppo", "train_dapo", "train_
 
 @pytest.mark.parametrize("scripts", h.some([EVERY, ("train_dapo",)], ("train_dapo",)), ids=len)
 def test_a_rank_without_prompts_takes_part_all_the_same(scripts, task, tmp_path, monkeypatch, in_double):
-    """One prompt a step on two ranks, one of which samples nothing; and one held-out prompt."""
+    """One prompt per step on two ranks, one of which samples nothing; and one held-out prompt."""
     common = dict(
         train_batch_size=1,
         ppo_mini_batch_size=1,

@@ -125,7 +125,7 @@ def test_the_bonus_of_the_example_grows_below_the_floor_also_in_a_resumed_run(fl
     floor(**raised, total_training_steps=3)
     lines = floor.lines(1)
     assert [line["actor/entropy_bonus"] for line in lines] == [0.0, 0.25, 0.5]
-    for line in lines:  # one update a step: the means over tokens are those of the loss
+    for line in lines:  # one update per step: the means over tokens are those of the loss
         bonus = line["actor/entropy_bonus"] * line["actor/entropy"]
         assert line["actor/loss"] == pytest.approx(line["actor/pg_loss"] - bonus, abs=1e-6)
     floor(entropy_floor=0.0, total_training_steps=3)

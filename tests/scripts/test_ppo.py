@@ -169,7 +169,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", h.some(CASES, *list(CASES)[:2]))
 def test_steps_of_ppo_are_what_plain_transformers_computes(ppo, task, sometimes, monkeypatch, in_double, case):
-    """Mini-batches of 3 and 1 prompts in two epochs, so four updates a step, the later ones beyond the clips."""
+    """Mini-batches of 3 and 1 prompts in two epochs, so four updates per step, the later ones beyond the clips."""
     steps = []
     h.record_rounds(steps, monkeypatch.setattr)
     settings = dict(

@@ -379,7 +379,7 @@ def whole_advantages(other, batch):
 
 @pytest.mark.parametrize("mode", h.some(["clip_cov", "kl_cov"], "kl_cov"))
 def test_losses_of_chosen_tokens_choose_over_a_mini_batch(variants, monkeypatch, mode):
-    """In any micro-batches, with one update a step too, where `kl_cov` is the plain policy gradient."""
+    """In any micro-batches, with one update per step too, where `kl_cov` is the plain policy gradient."""
     seen = []
 
     def record(flags, mode, batch, updates, *rest, seed, choose=token_selection.choose, **options):

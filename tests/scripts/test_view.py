@@ -29,7 +29,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Folders of two runs of train_ppo.py with two updates a step, which logged responses in both of their steps."""
+    """Folders of two runs of train_ppo.py with two updates per step, which logged responses in both of their steps."""
     folder = tmp_path_factory.mktemp("view")
     task = h.make_task(folder)
     (folder / "parts.py").write_text(REWARD)
