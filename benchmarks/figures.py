@@ -1,6 +1,8 @@
 """Draw the figures of benchmarks/results again, from the logs that are kept beside them.
 
     python benchmarks/figures.py
+
+There are no arguments, and the figures keep their names.
 """
 
 import json

@@ -75,9 +75,7 @@ def to_row(source_row: dict[str, Any], split: str, index: int) -> dict:
 def main(args: Args) -> dict[str, int]:
     """Write both files; returns the number of rows of each."""
     source = files.locate(args.source, "data/*.parquet")
-    tables = {
-        split: [to_row(row, split, i) for i, row in enumerate(read_split(source, split))] for split in SPLITS
-    }
+    tables = {split: [to_row(row, split, i) for i, row in enumerate(read_split(source, split))] for split in SPLITS}
     return files.write(args.output_dir, tables)
 
 

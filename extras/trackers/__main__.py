@@ -1,6 +1,8 @@
-"""Send what the files of a run hold to a tracker:
+"""Send what the files of a run hold to a tracker.
 
     python -m extras.trackers wandb runs/glassrl/grpo my-project my-experiment
+
+The words are the tracker, the folder of the run, the project, and the name of the experiment.
 """
 
 import itertools

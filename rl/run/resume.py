@@ -32,6 +32,12 @@ def _is_texts(x: Any) -> bool:
     return isinstance(x, list) and all(isinstance(y, str) for y in x)
 
 
+def _has_bases(x: Any) -> bool:
+    """Whether x is a dict of modules that each say on which base they stand."""
+    modules = x.values() if isinstance(x, dict) else [None]
+    return all(isinstance(y, dict) and _is_texts([y.get("base"), y.get("base_sha256")]) for y in modules)
+
+
 FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of trainer_state.json -> what they must be
     "step": ("a whole number, at least 0", _is_count),
     "world_size": ("a whole number, at least 1", lambda x: _is_count(x) and x > 0),
@@ -46,11 +52,7 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of trainer_state.jso
         "flags by their names, and two whole numbers, gpu and ranks, if these were planned",
         lambda x: isinstance(x, dict) and all(_is_count(x.get(name, 0)) for name in ("gpu", "ranks")),
     ),
-    "lora": (
-        "base and base_sha256 of each module",
-        lambda x: isinstance(x, dict)
-        and all(isinstance(y, dict) and _is_texts([y.get("base"), y.get("base_sha256")]) for y in x.values()),
-    ),
+    "lora": ("base and base_sha256 of each module", _has_bases),
 }
 
 

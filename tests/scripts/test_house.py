@@ -27,7 +27,7 @@ from launch import ROOT
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
     "core": 2991,
-    "wall": 1614,
+    "wall": 1613,
     "import train_grpo": 3943,
     "import sft": 2420,
     "import eval": 1295,
