@@ -5,7 +5,7 @@
 # make promises  install, then the tests of what the project promises, tests/promises.md: less than three minutes
 # make thorough  install, then the suite with the further cases of each property that `make test` leaves out
 # make faults  install, then kill runs at 50 random times, samplers at 60, and break checkpoints: up to 20 minutes
-# make lint    install, then ruff, and the types of rl/
+# make lint    install, then ruff, which also checks the format, and the types of rl/
 
 PYTHON ?= python3
 VENV := .venv$(VLLM:%=-vllm%)
@@ -61,6 +61,7 @@ faults: install
 
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 clean:

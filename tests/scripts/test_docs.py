@@ -25,6 +25,7 @@ from rl.flags import SWITCH, build, check_limits, flat, marked
 from rl.formulas import advantages, losses
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+FRONT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md")]
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 TORCHRUN = {option for action in get_args_parser()._actions for option in action.option_strings}
 ALGORITHMS = ["train_grpo", "train_ppo", "train_dapo", "train_reinforce", "train_dpo", "train_distill", "train_prime"]
@@ -186,7 +187,7 @@ def anchors(text: str) -> set[str]:
 
 
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", ROOT / "tests" / "README.md", *PAGES]:
+    for page in [*FRONT_PAGES, *PAGES]:
         for target in re.findall(r"\]\(([^):]+)\)", without_blocks(page.read_text())):
             path, _, anchor = target.partition("#")
             path = page.parent / path if path else page
@@ -200,7 +201,7 @@ def test_the_page_that_teaches_grpo_is_short():
 
 
 def test_rows_of_a_table_stand_together_under_a_header_and_are_equally_long():
-    for page in [ROOT / "README.md", ROOT / "tests" / "README.md", *PAGES]:
+    for page in [*FRONT_PAGES, *PAGES]:
         for block in without_blocks(page.read_text()).split("\n\n"):
             table = [line for line in block.splitlines() if line.startswith("|")]
             if table:
