@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 SHARED_BY_ALL = {TESTS / name for name in ("conftest.py", "helpers_scripts.py", "launch.py")}  # they name much
-MODULE = re.compile(r"\b(?:rl|extras|rewards|environments|data|benchmarks)(?:\.\w+)+")
+MODULE = re.compile(r"\b(?:rl|extras|rewards|environments|data|benchmarks|tools)(?:\.\w+)+")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 

@@ -66,7 +66,7 @@ def parse_record(line: str) -> dict[str, Any] | None:
 def hand_on(sinks: Iterable[Sink], records: Sequence[dict[str, Any]]) -> None:
     """Give every sink a record of metrics, or the records of responses that belong together."""
     step, kind = records[0]["step"], records[0].get("kind")
-    hidden = ("step", "time", "kind", "tokens")  # the numbers of each token are for benchmarks/view.py
+    hidden = ("step", "time", "kind", "tokens")  # the numbers of each token are for tools/view.py
     shown = [{name: x for name, x in record.items() if name not in hidden} for record in records]
     for sink in sinks:
         if kind:

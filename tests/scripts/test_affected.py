@@ -31,6 +31,8 @@ CASES = [
     ("docs/modify.md", "test_modify test_docs", "test_grpo"),
     ("requirements.lock", "test_lock", "test_docs"),
     ("benchmarks/make_lock.py", "test_lock", "test_grpo"),
+    ("tools/view.py", "test_view", "test_grpo test_lock"),
+    ("tools/view.html", "test_view", "test_grpo test_lock"),
     ("tests/judges/workers/scores.py", "test_reward_model", "test_critic"),
     ("tests/helpers_engines.py", "test_engines", "test_grpo"),
     ("tests/rewards/conftest.py", "test_sandbox", "test_grpo"),

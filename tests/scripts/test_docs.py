@@ -101,7 +101,7 @@ def test_a_command_is_one_that_its_script_accepts(page, line):
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
     assert (ROOT / words[at]).is_file()
     script = module_of(words[at])
-    if words[at].startswith("data/") or line == COMMANDS[0][1]:
+    if words[at].startswith(("data/", "tools/")) or line == COMMANDS[0][1]:
         args = tyro.cli(script.Args, args=words[at + 1 :], config=(tyro.conf.OmitArgPrefixes,))  # exits if it refuses
     else:
         args = parsed(script.Args, words[at + 1 :])
