@@ -1,10 +1,15 @@
-"""docs/modify.md does what it says: lines to delete, example and notebook are taken from the page and run."""
+"""docs/modify.md does what it says: lines to delete and the notebook are taken from the page and run, and the example
+is that of the page.
+"""
 
+import ast
+import difflib
 import importlib
+import io
 import re
-import shutil
 import subprocess
 import sys
+import tokenize
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -13,11 +18,13 @@ import helpers_scripts as h
 import pytest
 import torch
 from launch import ROOT
+from test_house import OWNERS, lines_of
 from transformers import AutoModelForCausalLM
 
 import train_grpo
 import train_grpo_variants
 from data import arithmetic
+from examples import grpo_floor
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 PAGE = (ROOT / "docs" / "modify.md").read_text()
@@ -94,18 +101,42 @@ def test_the_smallest_grpo_computes_the_same_weights(tmp_path, task, monkeypatch
     h.assert_same(runs[1].weights(1, 2), runs[0].weights(1, 2))
 
 
+def code_of(source: str) -> list[str]:
+    """The lines of a script without comments, docstrings and indentation, which are not empty."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, OWNERS) and ast.get_docstring(node, clean=False) is not None:
+            for number in lines_of(node.body[0]):
+                lines[number - 1] = ""
+    return [line.strip() for line in lines if line.strip()]
+
+
+def test_the_page_shows_every_line_of_the_example_that_differs():
+    changes = list(difflib.ndiff(code_of(SOURCE), code_of((ROOT / "examples" / "grpo_floor.py").read_text())))
+    added, removed = ([line[2:] for line in changes if line.startswith(sign)] for sign in "+-")
+    shown = [re.sub(r"  # .*", "", line).strip() for line in block("A finished example", "python").splitlines()]
+    assert added == [line for line in shown if line]
+    assert [line.partition(" = ")[0] for line in removed] == [
+        'experiment_name="grpo",',
+        "for step in run.steps(sampler.state):",
+        "mean, std",
+        "advantages_PG",
+        "logp, entropy",
+        "loss",
+    ]
+
+
+def test_what_counts_as_code_of_the_example():
+    source = '"""A.\n\nB.\n"""\n\nx = "# a"  # b\n# c\ndef f():\n    """D."""\n    return 1\n'
+    assert code_of(source) == ['x = "# a"', "def f():", "return 1"]
+
+
 @pytest.fixture
-def floor(task, tmp_path, monkeypatch) -> h.Runs:
-    """The example, as a user makes it."""
-    path = tmp_path / "train_floor.py"
-    shutil.copy(ROOT / "train_grpo.py", path)
-    (tmp_path / "floor.diff").write_text(block("A finished example", "diff"))
-    subprocess.run(["git", "apply", "-p0", "floor.diff"], cwd=tmp_path, check=True)
-    if RUFF.exists():
-        subprocess.run([RUFF, "check", "--config", ROOT / "pyproject.toml", path], check=True)
-    changed = [line for line in block("A finished example", "diff").splitlines() if re.match(r"[+-](?!--|\+\+)", line)]
-    assert 20 <= len(changed) <= 35
-    return h.Runs(imported(path, monkeypatch), partial(h.grpo_settings, task), tmp_path / "floor")
+def floor(task, tmp_path) -> h.Runs:
+    return h.Runs(grpo_floor, partial(h.grpo_settings, task), tmp_path / "floor")
 
 
 def test_the_example_has_the_baseline_of_rloo(floor, task, tmp_path):

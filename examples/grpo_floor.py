@@ -1,0 +1,205 @@
+"""GRPO with two changes: another baseline, and a bonus that keeps the entropy above a floor.
+
+    diff train_grpo.py examples/grpo_floor.py       # shows what differs
+
+This file is a finished example of a copy of train_grpo.py that was changed to try out an idea. The other lines are
+those of train_grpo.py, whose docstring explains the names, and a test checks that they stay equal. The changes are:
+
+    advantage   A_i   = s_i - mean of the other scores of its group
+    loss        L     = loss of train_grpo.py - entropy_bonus * mean over all sampled tokens of the policy's entropy
+
+The advantage has the baseline of RLOO (arXiv 2402.14740). It is the mean of the other responses' scores, so that a
+response is not compared with itself. There is no division by the standard deviation.
+
+The entropy says how undecided the policy is about the next token. It falls while the policy learns, and a policy with
+almost no entropy samples the same response G times and learns nothing more. So `entropy_bonus` grows by
+--entropy-bonus-change after each step whose entropy is below --entropy-floor. After any other step it shrinks by as
+much, but never below 0. It begins with 0. The run saves it with every checkpoint, so that a resumed run goes on with
+it.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from rl.data.batching import make_batch
+from rl.data.types import take_rows
+from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive
+from rl.formulas import advantages, schedule
+from rl.model.load import load_model, load_reference
+from rl.model.logprobs import fixed_logprobs, token_logprobs
+from rl.model.sharding import backward, clip_grad_norm
+from rl.run import metrics
+from rl.run.arguments import RL, LoggingRL, parse
+from rl.run.run import Run
+from rl.run.task import load_task, open_sampler
+from rl.sampling.responses import scores_of
+
+
+@dataclass(frozen=True)
+class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
+    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy
+    train_batch_size: AtLeast1 = 128  # prompts per step (P)
+    rollout_n: Few = 8  # responses to each prompt (G); with one response nothing is compared
+    max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
+    max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
+    ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: all of a step
+    ppo_epochs: Few = 1  # passes over a step's responses
+    clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
+    clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this; DAPO has 0.28
+    clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|
+    use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss; the reference: the first policy
+    kl_loss_coef: NotNegative = 0.001  # weight of that KL term
+    lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
+    lr_warmup_steps: Count = 0  # steps of linear warm-up
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
+    weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
+    grad_clip: Positive = 1.0  # largest global gradient norm
+    entropy_floor: NotNegative = 0.1  # nats; the bonus grows after a step with less entropy, and else it shrinks
+    entropy_bonus_change: NotNegative = 1e-3  # by how much the weight of the entropy bonus changes after each step
+    seed: Count = 0  # decides data order and sampling, together with the step
+    logging: LoggingRL = LoggingRL(
+        experiment_name="floor",
+        alarms=(  # printed when they are true; the run goes on
+            "rollout/logprob_gap_mean>0.05",
+            "reward/zero_std_frac>0.95",
+            "response_length/clip_ratio>0.5",
+            "actor/entropy<0.01",
+        ),
+    )
+
+
+def main(args: Args) -> dict[str, float]:
+    """Train with GRPO; returns the metrics of the last step and of the last evaluation."""
+    # Flags, data and rewards are checked here, before a model is loaded.
+    task = load_task(args)
+    run = Run(args, task.tokenizer, task.total_steps)  # joins the ranks, and takes the run's folder
+    ranks, longest, sampling = run.ranks, task.longest, task.sampling
+    policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
+    sampler = open_sampler(args, task, run)  # starts the engine, which by default sleeps while we learn
+    reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.use_kl_loss else None
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    # Loads a checkpoint if the run has one, tries out the largest micro-batch, and starts the trackers.
+    run.begin({"actor": (policy, optimizer)}, sampler)
+    entropy_bonus = run.state.get("entropy_bonus", 0.0)  # that of the checkpoint, if the run has one
+
+    def loop_state() -> dict:
+        """What a checkpoint saves beside weights and optimizer."""
+        return sampler.state() | {"entropy_bonus": entropy_bonus}
+
+    # Before each step a checkpoint is saved, if --save-freq says so, with what the sampler carries from step to step.
+    # At run.may_stop_after(phase) a phase of the step ends, whose seconds become a metric. There, and between two
+    # micro-batches, a run that was asked to stop by SIGTERM, Ctrl-C or --max-hours saves the state with which the step
+    # began and exits. A step that has changed the weights is made to its end first.
+    for step in run.steps(loop_state):
+        run.evaluate_if_due(sampler.evaluate, policy)  # responses to held-out prompts, every --test-freq steps
+
+        # 1. Sample: the engine gets the policy's weights, and samples G responses to each of the step's P prompts. The
+        # prompts are a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
+        # The trainer computes the log-probs of a few responses; if the engine's differ too much, the run ends. Other
+        # processes score the responses by --custom-reward-function, or by the function of the data source in rewards/.
+        # All ranks get the scores and lengths; tokens stay on the rank that sampled them until phase 2.
+        responses = sampler.sample(policy, step)  # B
+
+        # 2. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
+        # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
+        batch, updates = make_batch(
+            responses,
+            mini_batch_size=(args.ppo_mini_batch_size or args.train_batch_size) * args.rollout_n,
+            max_tokens=run.memory.ppo_max_token_len_per_gpu,
+            ranks=ranks,
+            version=sampler.version,  # number of the newest weights: tells how old each token is
+        )  # (b, T)
+        num_updates = len(updates) * args.ppo_epochs
+        run.may_stop_after("batch")
+
+        # 3. Log-probs that stay fixed while the policy changes. The trainer computes l_old itself, since the engine's
+        # log-probs differ slightly. With one update per step this pass is left out: l_old is then the l of phase 5.
+        if num_updates > 1:
+            batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
+            run.may_stop_after("old_log_prob")
+        if reference is not None:
+            batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, sampling=sampling))
+            run.may_stop_after("ref")
+
+        # === algorithm ================================================================================================
+        # 4. Advantages: how much better was each response than the others of its group? With n scored responses in a
+        # group, the score minus the mean of the other n - 1 is (score - mean of all n) * n / (n - 1). All tokens of a
+        # response get its advantage. A lone scored response has mean 0, so its advantage is its score.
+        scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
+        mean, _ = advantages.group_mean_std(scores_PG)  # (P, 1)
+        n = scores_PG.isfinite().sum(1, keepdim=True)  # (P, 1)
+        advantages_PG = ((scores_PG - mean) * n / (n - 1).clamp(min=1)).nan_to_num()  # (P, G), 0 without a score
+        # batch.rows (b,): the numbers of this rank's responses among all B. Indexing with it gives (b, 1).
+        batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
+        run.may_stop_after("adv")
+
+        # 5. Updates: one optimizer step for each mini-batch. Its gradient is summed over micro-batches to save memory.
+        lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
+        optimizer.param_groups[0]["lr"] = lr
+        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # both collect metrics, for phase 6
+        for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
+            # All ranks divide by the mini-batch's tokens on all ranks, so gradients of micro-batches and ranks add up.
+            num_tokens = max(update.num_tokens, 1)
+            for micro_rows in run.micro_batches(update):
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', T'): cut to their longest row
+                A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
+                logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=True)
+                old_logp = logp.detach() if num_updates == 1 else micro.old_logp
+
+                # The gradient of the ratio is ratio * gradient of logp; where a clip decides, the loss has none. With
+                # one update per step, which is the default, the ratio is 1: the gradient is that of -A * logp.
+                ratio = (logp - old_logp).clamp(-20, 20).exp()  # clamped against overflow
+                unclipped = -A * ratio
+                clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)
+                pg_loss = torch.maximum(unclipped, clipped)
+                # Dual clip: where A < 0 nothing else bounds the loss, and one token could outweigh all others.
+                pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)
+                is_clipped = (pg_loss != unclipped).float()
+                # All weights are 1, unless a flag such as --rollout-is corrects for the engine's different log-probs.
+                weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
+                pg_loss = pg_loss * weights
+                loss = pg_loss - entropy_bonus * entropy
+                if reference is not None:
+                    x = (micro.ref_logp - logp).clamp(-20, 20)
+                    kl = (x.expm1() - x).clamp(max=10)  # k3 = e^x - x - 1, an estimate of KL(policy, reference)
+                    loss = loss + args.kl_loss_coef * kl
+                    means.over_updates({"actor/kl_loss": (kl * mask).sum() / num_tokens})
+                loss = (loss * mask).sum() / num_tokens
+                backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
+                means.over_updates({"actor/loss": loss, "actor/pg_loss": (pg_loss * mask).sum() / num_tokens})
+                means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
+                means.between_policies(micro, logp, old_logp, weights)  # how far engine, old policy and policy differ
+            norm = clip_grad_norm(policy, args.grad_clip)
+            if math.isfinite(norm) and update.num_tokens > 0:
+                optimizer.step()
+            else:
+                run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
+            optimizer.zero_grad(set_to_none=True)
+            norms.append({"actor": norm})
+        run.may_stop_after("update_actor")
+        # === end ======================================================================================================
+
+        # 6. Report: losses are means over updates; entropy, clipping and the like are means over all tokens;
+        # scores, advantages and lengths are described over all responses.
+        step_metrics = {
+            **metrics.of_sampled(responses, args.rollout_n),
+            **metrics.describe("critic/rewards", scores_PG),
+            **metrics.describe("critic/advantages", advantages_PG[scores_PG.isfinite()]),
+            **metrics.of_norms(norms),
+            **means.reduce(),
+            "actor/lr": lr,
+            "actor/entropy_bonus": entropy_bonus,
+        }
+        direction = 1 if step_metrics["actor/entropy"] < args.entropy_floor else -1
+        entropy_bonus = max(entropy_bonus + direction * args.entropy_bonus_change, 0.0)  # of the next step
+        run.log_step(step_metrics, responses=responses, batch=batch)
+
+    run.evaluate_if_due(sampler.evaluate, policy)  # the last policy
+    return run.close(sampler)
+
+
+if __name__ == "__main__":
+    main(parse(Args, __doc__, hint="train_grpo_variants.py has the flags of other estimators, losses and KL terms"))
