@@ -71,7 +71,7 @@ def token_log_probs(policy: PreTrainedModel, samples: list[Sample]) -> tuple[Ten
     Both tensors are (b, T - 1). Column t describes token t + 1, since nothing predicts the first token.
     """
     # 1. Padding. Each row begins with a prompt and its response, and ends with zeros, so that all rows have T tokens.
-    # A token of a causal model sees only what is on its left. So no real token sees the padding, and the model needs no
+    # A token of a causal model sees only what is on its left. No real token sees the padding, so the model needs no
     # attention mask.
     width = max(sample.num_tokens for sample in samples)  # T
     tokens = torch.zeros(len(samples), width, dtype=torch.long, device=policy.device)  # (b, T)
@@ -122,11 +122,11 @@ def main(args: Args) -> PreTrainedModel:
     if len(rows) < args.train_batch_size:
         raise ValueError(f"--train-batch-size {args.train_batch_size} is more than the {len(rows)} rows; lower it")
 
-    # The policy is in evaluation mode. So there is no dropout, and the log-probs that we compute for the tokens of a
-    # response are those with which the engine has sampled them.
+    # The policy is in evaluation mode, in which there is no dropout. The log-probs that we compute for the tokens of a
+    # response are therefore those with which the engine has sampled them.
     ranks = init_ranks()  # this process, which is the only one, and its device
     policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(ranks.device).eval()
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.01)  # as in train_grpo.py
 
     # The engine samples. It has its own copy of the model, and takes over the policy's weights at the start of a step.
     longest = max(len(row["prompt_ids"]) for row in rows) + args.max_response_length
@@ -151,27 +151,27 @@ def main(args: Args) -> PreTrainedModel:
         advantages = group_advantages(scores).view(-1, 1)  # (B, 1)
 
         # 4. Learn. Each pass of this loop makes one optimizer step. Its loss is the mean over all sampled tokens of the
-        # step, but only a micro-batch fits into memory at a time. So we divide the sum over a micro-batch by the tokens
-        # of the whole step, and the gradients of the micro-batches add up to the gradient of that mean.
+        # step, but only a micro-batch fits into memory at a time. We therefore divide the sum over a micro-batch by the
+        # tokens of the whole step. Then the gradients of the micro-batches add up to the gradient of that mean.
         num_tokens = sum(sample.num_sampled for sample in samples)
         old_log_probs: dict[int, Tensor] = {}  # of each micro-batch, by its first response
         for _ in range(args.ppo_epochs):
             for start in range(0, len(samples), args.micro_batch_size):
                 micro = slice(start, start + args.micro_batch_size)
-                A = advantages[micro]  # (b, 1)
+                A = advantages[micro]  # (b, 1), so that all tokens of a row have the same advantage
                 log_probs, mask = token_log_probs(policy, samples[micro])  # (b, T - 1)
 
-                # In the first pass the policy is still the one that sampled. So its log-probs are the old log-probs,
-                # and every ratio is 1. The gradient of a ratio is not 0, since `detach` makes the old log-prob a
-                # constant. It is the gradient of the log-prob. So the optimizer step makes the tokens of a response
-                # with a positive advantage more likely, and those of a response with a negative advantage less likely.
+                # In the first pass the policy is still the one that sampled. Its log-probs are the old log-probs, and
+                # every ratio is 1. But the gradient of a ratio is not 0, since `detach` makes the old log-prob a
+                # constant. It is the gradient of the log-prob. The optimizer step therefore makes the tokens of a
+                # response more likely if its advantage is positive, and less likely if its advantage is negative.
                 old = old_log_probs.setdefault(start, log_probs.detach())
                 ratio = (log_probs - old).exp()
 
                 # In later passes the policy is no longer the one that sampled, and the ratios correct for that. They do
-                # so reliably only near 1. So the clip stops pushing a token up once its ratio is above 1.2, and stops
-                # pushing it down once its ratio is below 0.8. There the clipped term is the larger one, and it is a
-                # constant, which has no gradient.
+                # so reliably only near 1. The clip therefore stops pushing a token up once its ratio is above 1.2, and
+                # stops pushing it down once its ratio is below 0.8. There the clipped term is the larger one, and it is
+                # a constant, which has no gradient.
                 loss = torch.maximum(-A * ratio, -A * ratio.clamp(1 - 0.2, 1 + 0.2))  # (b, T - 1)
                 ((loss * mask).sum() / num_tokens).backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm=1.0)  # so that no step is very large
