@@ -64,7 +64,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     clip_ratio_high: NotNegative = 0.28  # where A > 0: no gradient at a ratio above 1 plus this; 0.2 is GRPO's
     clip_ratio_c: Above1 = 10.0  # dual clip: where A < 0 the loss is at most this times |A|
 
-    # --- what follows is as in train_grpo.py, but for some defaults
+    # --- what follows is as in train_grpo.py, except for some defaults
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy
     train_batch_size: AtLeast1 = 128  # prompts per step (P)
     rollout_n: Few = 8  # responses to each prompt (G); at least 2 to have a spread

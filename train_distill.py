@@ -142,7 +142,7 @@ def main(args: Args) -> dict[str, float]:
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
 
         # 2. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
-        # and send each rank the tokens that it trains on. The teacher also judges responses without a score, but for
+        # and send each rank the tokens that it trains on. The teacher also judges responses without a score, except for
         # conversations whose environment has failed.
         batch, updates = make_batch(
             responses,

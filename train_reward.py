@@ -11,7 +11,7 @@ The mean is over the pairs of the batch on all ranks, so the loss depends neithe
 Model, packing and sharding are those of train_grpo.py, which takes the result as --reward-model. More than one or two
 epochs overfit.
 
-B pairs a step, 2B rows (chosen, rejected, chosen, ...), 2b of them in a micro-batch; T tokens.
+B pairs per step, 2B rows (chosen, rejected, chosen, ...), 2b of them in a micro-batch; T tokens.
 """
 
 import math

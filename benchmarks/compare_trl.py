@@ -13,7 +13,7 @@ with token-mean loss, no KL term and a reward that is a hash of the response. Ea
     A  TRL tuned: no activation checkpointing, Liger's layer kernels if installed, its importance correction on
     B  A without the correction, and so without a pass for old log-probs, as train_grpo.py on policy
     C  B without vLLM's detokenizer, whose text TRL does not read
-    D  TRL at its defaults, but for the size of the step
+    D  TRL at its defaults, except for the size of the step
     E  C with parameters and optimizer state in bf16; train_grpo.py keeps its fp32 masters
 
 Afterwards train_grpo.py runs through benchmarks/step_time.py at its defaults. Flags that are not listed below go to it

@@ -62,7 +62,7 @@ class Args:
     ppo_epochs: AtLeast1 = 1  # optimizer steps per step; each of them learns from all responses of the step
     micro_batch_size: AtLeast1 = 64  # responses in memory at a time (b); it changes results only by rounding
     lr: NotNegative = 1e-4  # learning rate of AdamW
-    seed: Count = 0  # decides which prompts a step gets and what is sampled
+    seed: Count = 0  # decides the prompts of each step and what is sampled
 
 
 def token_log_probs(policy: PreTrainedModel, samples: list[Sample]) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,8 @@ def rollout_ratio(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, level
 
 
 def truncated(ratio: Tensor, *, low: float, high: float) -> Tensor:
-    """Truncated importance weights: clip(ratio, low, high). Right on average but for the bounds, which limit the noise.
+    """Truncated importance weights: clip(ratio, low, high). They are right on average except for the bounds, which
+    limit the noise.
 
     Args: ratio (B, T). Returns: (B, T).
     Source: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, fengyao.notion.site/off-policy-rl;

@@ -37,7 +37,7 @@ RECURRENT_S = 4.5e-12  # per token and entry of a recurrent state, on an H100
 LINK = 0.67  # share of the bandwidth between GPUs that FSDP reaches
 HIDDEN_BEHIND = 0.63  # share of that communication that goes on behind computation
 BUS = 0.66  # share of the bandwidth to the host
-LAYER_PASS_S = 6.5e-3  # of the host, for forward and backward of a layer, however few tokens a micro-batch has
+LAYER_PASS_S = 6.5e-3  # of the host, for forward and backward of a layer, however few tokens are in a micro-batch
 DATA_S = 0.05  # of a step that samples nothing, for its rows
 HOST_ADAMW = 2e8  # parameters that AdamW steps per second on the host of one GPU
 

@@ -447,7 +447,7 @@ def _program(tests: tuple[str, ...], setup: str) -> dict[str, Any]:
 
 @functools.cache
 def _slowness() -> float:
-    """How many times longer than on a fast machine programs run here: at least 1, at most 3; measured once a process.
+    """How many times longer than on a fast machine programs run here: at least 1, at most 3; measured once per process.
 
     Limits are in seconds of a fast machine: what a right answer earns must not depend on where it is judged.
     """
@@ -746,7 +746,7 @@ def probe(): return {
 
 
 def self_test(allow_unsafe: bool | None = None) -> dict[str, bool]:
-    """Start a sandbox, try from inside what each layer must stop, say which layers hold; once a process.
+    """Start a sandbox, try from inside what each layer must stop, say which layers hold; once per process.
 
     Args:
         allow_unsafe: run code even if a layer is missing. None: if the environment variable

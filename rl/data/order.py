@@ -1,4 +1,4 @@
-"""Which rows a step sees, and its seeds: pure functions of (seed, step), so no loader's state must be saved."""
+"""The rows of a step, and its seeds: pure functions of (seed, step), so no loader's state must be saved."""
 
 from collections.abc import Sequence
 

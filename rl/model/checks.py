@@ -191,7 +191,7 @@ def check_trainable(whole: PreTrainedConfig, where: str, tokens: int, flags: str
     varies = any(isinstance(x, dict) and x.get("rope_type") in ("dynamic", "longrope") for x in ropes)
     if varies and tokens > (limit := rope.get(entry) or getattr(config, entry, None) or math.inf):
         raise ValueError(
-            f"{where}: {config.model_type} turns positions by another angle once a sequence has more than "
+            f"{where}: {config.model_type} turns positions by another angle as soon as a sequence has more than "
             f"{limit} tokens, also for shorter ones that run with it; {flags} = {tokens}, lower it"
         )
 

@@ -43,7 +43,7 @@ class Task(NamedTuple):
     sampling: Sampling  # how responses are sampled: temperature, stop tokens, limit ...
     partner: Partner | None  # what answers the policy in the middle of a response
     total_steps: int
-    batch_size: int  # prompts whose responses a step gets (P)
+    batch_size: int  # prompts to which a step has responses (P)
     longest: int  # tokens of a prompt and its response
     rollout: EngineFlags  # flags of the engine
     validation: Validation  # flags of evaluations

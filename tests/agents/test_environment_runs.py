@@ -64,7 +64,7 @@ ROUNDING = ("rollout/logprob_gap", "training/rollout_probs_diff", "rollout_corr/
 
 
 def same_run(one, two, steps):
-    """Equal metrics but for clocks and rounding, and after the last step the same bits of weights and moments."""
+    """Equal metrics except for clocks and rounding, and after the last step the same bits of weights and moments."""
     lines = [h.timeless(h.read_jsonl(run_dir / "metrics.jsonl")) for run_dir in (one, two)]
     assert [line["step"] for line in lines[0]] == list(range(1, steps + 1))
     for a, b in zip(*lines, strict=True):

@@ -300,7 +300,7 @@ def test_rows_that_belong_together_share_a_micro_batch(size):
 
 def test_pairs_by_hand():
     lengths = [4, 3, 1, 2, 6, 1, 5, 5]
-    # 7 | 3 | 7 | 10 tokens a pair; at most 10: 7 3 | 7 | 10
+    # 7 | 3 | 7 | 10 tokens per pair; at most 10: 7 3 | 7 | 10
     [alone] = plans(lengths, 1, mini_batch_size=8, max_tokens=10, rows_per_unit=2)
     assert alone[0].micro_batches == [[0, 1, 2, 3], [6, 7], [4, 5]]
     [alone] = plans(lengths, 1, mini_batch_size=8, max_tokens=6, rows_per_unit=2)  # also where one has more than that

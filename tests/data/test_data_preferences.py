@@ -208,7 +208,7 @@ def test_download_asks_for_nothing_but_pairs(tmp_path, monkeypatch):
 
 
 def test_held_out_prompts_are_not_trained_on(tmp_path):
-    rows = [{**row, "chosen": f"{row['chosen']} {i}"} for row in PLAIN for i in range(3)]  # three pairs a prompt
+    rows = [{**row, "chosen": f"{row['chosen']} {i}"} for row in PLAIN for i in range(3)]  # three pairs per prompt
     write(tmp_path / "pairs.jsonl", rows)
     splits = {}
     for seed in (0, 0, 1):

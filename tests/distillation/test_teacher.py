@@ -41,7 +41,7 @@ def right(token):
 
 
 def answers(tokenizer, *, tokens=None, scores=None):
-    """A server that is right but for what it is told: other fields of /tokenize; (right scores) -> others."""
+    """A server that is right except for what it is told: other fields of /tokenize; (right scores) -> others."""
 
     def way(handler):
         if handler.path == "/tokenize":

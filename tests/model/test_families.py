@@ -258,7 +258,7 @@ REFUSED = {
             ),
         ),
         17,
-        "turns positions by another angle once a sequence has more than 16 tokens.* = 17, lower it",
+        "turns positions by another angle as soon as a sequence has more than 16 tokens.* = 17, lower it",
     ),
 }  # fmt: skip
 

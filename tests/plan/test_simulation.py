@@ -33,7 +33,7 @@ def test_alike_lengths_gain_only_what_a_larger_batch_gains(base, sequence, ratio
 
 
 def test_pools_wait_for_the_longest_response_or_for_the_trainer(monkeypatch):
-    """Groups of one response, of 100 and 300 tokens in turn, at 10 ms a token; a step trains on two: 1 s and 3 s."""
+    """Groups of one response, of 100 and 300 tokens in turn, at 10 ms per token; a step trains on two: 1 s and 3 s."""
     given = itertools.cycle([[100], [300]])
     monkeypatch.setattr(simulation, "lengths", lambda args, random: np.array(next(given)))
     speeds = dict(base_ms=10, sequence_ms=0, read_ms=0, prompt_length=0, rollout_n=1, prompts=1, steps=9)

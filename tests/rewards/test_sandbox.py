@@ -642,7 +642,7 @@ def test_the_self_test_is_cheap():
     tried = sandbox._probe.cache_info().misses
     for _ in range(3):
         sandbox.self_test()
-    assert sandbox._probe.cache_info().misses == tried  # once a process, then remembered
+    assert sandbox._probe.cache_info().misses == tried  # once per process, then remembered
 
 
 def simulate(program: bytes, number: int, *arguments: int, arch: int = 0xC000003E) -> int:

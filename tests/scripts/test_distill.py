@@ -47,7 +47,7 @@ def log_probs(model, prompt, ids, temperature=1.0):
 
 
 def distance_by_hand(kind, student, other, beta):
-    """Distance of two lists of probabilities, in plain Python but for the student's gradients."""
+    """Distance of two lists of probabilities, in plain Python except for the student's gradients."""
     terms = []
     for p, t in zip(student, other, strict=True):
         if kind == "forward_kl":

@@ -441,3 +441,58 @@ def test_the_files_that_begin_first_are_there():
     names = ast.literal_eval(longest)
     assert len(set(names)) == len(names) > 20
     assert set(names) <= {path.stem for path in launch.TESTS.glob("*/test_*.py")}
+
+
+WHAT = (
+    "tokens prompts rows responses sequences samples pairs groups turns pushes updates steps evaluations engines ranks"
+)
+WHAT += " numbers lines files bytes KiB MiB GiB KB MB GB seconds s ms times once twice"
+OF_WHAT = (
+    "step second minute GPU rank process engine row prompt response token sequence sample pair group layer parameter"
+)
+OF_WHAT += " update micro-batch turn node file epoch line"
+# What is never right in a sentence of this project, and what to say instead.
+NEVER_RIGHT = {
+    rf"\b({WHAT.replace(' ', '|')}) an? ({OF_WHAT.replace(' ', '|')})\b(?!')": (
+        "say `per`, or begin a clause with `that`, or put a comma between them"
+    ),
+    r"\bbut for\b": "say `except for`",
+}
+
+
+def texts() -> Iterable[tuple[str, int, str]]:
+    """Every line of code and prose that people read: its file, its number, and the line."""
+    folders = "rl extras tools examples rewards environments data benchmarks docs tests".split()
+    paths = [*ROOT.glob("*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    for path in sorted(paths):
+        if path.suffix in (".py", ".md", ".toml"):
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                yield str(path.relative_to(ROOT)), number, line
+
+
+def phrases_in(lines: Iterable[tuple[str, int, str]]) -> list[str]:
+    """Places of phrases that are never right."""
+    return [
+        f"{file}:{number}: {match[0]!r}: {instead}"
+        for file, number, line in lines
+        for phrase, instead in NEVER_RIGHT.items()
+        for match in re.finditer(phrase, line)
+    ]
+
+
+def test_no_sentence_has_a_phrase_that_is_never_right():
+    here = "tests/scripts/test_style.py"
+    assert not phrases_in(line for line in texts() if line[0] != here)
+
+
+def test_phrases_that_are_never_right_are_found():
+    wrong = ["takes 128 prompts a step", "once a process.", "10 ms a token", "all but for one", "rows a step sees"]
+    assert len(phrases_in(("x.md", i, line) for i, line in enumerate(wrong))) == len(wrong)
+    right = [
+        "128 prompts per step",
+        "F times a step's prompts",
+        "in 3 steps, a sequence ends",
+        "everything but one",
+        "a row",
+    ]
+    assert not phrases_in(("x.md", i, line) for i, line in enumerate(right))

@@ -14,7 +14,7 @@ class EngineSizes:
     # GPUs that share one vLLM engine: for a large model, or a few long responses
     tensor_model_parallel_size: Free[Few] = 1
     gpu_memory_utilization: Free[PositiveShare] = 0.5  # share of GPU memory that vLLM may take while it generates
-    max_num_seqs: Free[Few] = 1024  # sequences an engine decodes at a time; lower it if the KV cache is small
+    max_num_seqs: Free[Few] = 1024  # sequences that an engine decodes at a time; lower it if the KV cache is small
 
 
 @dataclass(frozen=True)

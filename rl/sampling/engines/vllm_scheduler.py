@@ -7,7 +7,7 @@ Seconds to sample 512 responses of 1,024 tokens, and of 360 on average (1.5B, on
     the same with shortcuts                               8.2       4.4
 
 The scheduler's Python takes longer for every sequence of a step than the GPU. It is needed when a sequence begins or
-ends, when it begins or fills a block of the cache, and for one that was preempted. In 15 of 16 steps a sequence just
+ends, when it begins or fills a block of the cache, and for one that was preempted. In 15 of 16 steps, a sequence just
 gets one token longer, and that is written down here. Two methods of a live scheduler are replaced, in TESTED versions.
 """
 
