@@ -15,6 +15,7 @@ its log-prob by the PRM less that by the PRM before training, a_i is 1 if the re
     return         R_it = sum of 5 p + 5 o from token t to the end
     advantage      A_it = (R_it - mean of R) / (standard deviation of R), over all tokens of the step
 
+The PRM's loss and its token rewards are also derived in Free Process Rewards without Process Labels, arXiv 2412.01981.
 The policy's loss is that of train_grpo.py. Where this departs from the paper, as verl's recipe/prime does except for 2:
 1. r and o have weights, and returns are whitened; 2. the largest sum is that of all ranks, not of one; 3. the last
 token has no r; 4. r_it counts n / (n - 1) times, and m_i is subtracted too; 5. the PRM learns before it is asked.

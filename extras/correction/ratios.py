@@ -26,6 +26,7 @@ def rollout_ratio(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, level
 
     Args: old_logp, rollout_logp, mask (B, T); level "token", "sequence" or "geometric". Returns: (B, T), 1 where mask
     is 0, without gradient. Raises: ValueError for an unknown level.
+    Source: rollout_is and its levels in verl.
     """
     check_shapes(old_logp, rollout_logp, mask)
     valid = mask.bool()

@@ -21,6 +21,8 @@ KIND = ScalarModel(nn.init.zeros_)  # what a critic is read as: a model without 
 def token_values(model: nn.Module, batch: Batch) -> Tensor:
     """V_t = head(hidden state of token t-1) for every token with response_mask 1, with gradients: (b, T), zero where
     response_mask is zero, float32 (float64 for a float64 model).
+
+    Source: of the scalar head InstructGPT, arXiv 2203.02155.
     """
     return run_on_responses(model, batch, score_head)[0]
 
@@ -33,6 +35,8 @@ def fixed_values(model: nn.Module, batch: Batch, updates: Sequence[Update]) -> T
 def explained_variance(batch: Batch, ranks: Ranks) -> float:
     """The share of the returns' variance that the values explain, over the tokens of all ranks:
     1 - var(returns - values) / var(returns), and 0 for equal returns. All data ranks must enter.
+
+    Source: critic/vf_explained_var of verl.
     """
     _, spread = ranks.moments(batch.returns, batch.response_mask)
     _, rest = ranks.moments(batch.returns - batch.values, batch.response_mask)

@@ -49,9 +49,9 @@ def choose(
     """The batch after the choices that the flags ask for. Without such flags it stays as it is.
 
     --top-entropy-quantile q: of the n tokens of the step, the int(q * n) with the largest entropy keep their
-    advantages; those of the others become 0. A loss of RULES: of the n tokens of each mini-batch, max(1, int(share *
-    n)) are marked in the column `chosen`. clip_cov draws them among those with a covariance between its bounds, and
-    kl_cov takes those with the largest covariance.
+    advantages; those of the others become 0 (Beyond the 80/20 Rule, arXiv 2506.01939). A loss of RULES: of the n tokens
+    of each mini-batch, max(1, int(share * n)) are marked in the column `chosen`. clip_cov draws them among those with a
+    covariance between its bounds, and kl_cov takes those with the largest covariance.
 
     Args: loss_mode, one of RULES or any other; batch with advantages and, for one of RULES, old_logp; entropies,
     (batch, updates) -> (B, T); seed, of the run and the step. All data ranks must enter.

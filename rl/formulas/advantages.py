@@ -61,6 +61,7 @@ def group_mean_std(rewards: Tensor) -> tuple[Tensor, Tensor]:
     Example: [1, 0, 0] -> 1/3, 0.5774.
 
     Args: rewards (P, G) float, NaN = not scored. Returns: two tensors (P, 1).
+    Source: of the group's mean and standard deviation DeepSeekMath, sec. 4.1.2, arXiv 2402.03300.
     """
     check_shapes(rewards, dims=2)
     scored = (~rewards.isnan()).to(rewards.dtype)
@@ -231,6 +232,7 @@ def sums_by_group(returns: Tensor, weights: Tensor, mask: Tensor, groups: Tensor
     For every group and place t, over its rows i with mask 1 there: sum_i W_it * R_it, sum_i W_it, and their number.
 
     Args: returns, weights, mask (B, T), as wide on all ranks; groups (B,) int64. Returns: (3, num_groups, T).
+    Source: Optimal Token Baseline, arXiv 2602.07078.
     """
     check_shapes(returns, weights, mask, dims=2)
     terms = torch.stack([weights * returns, weights, torch.ones_like(returns)])

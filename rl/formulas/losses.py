@@ -98,7 +98,8 @@ def gspo(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, *
     No dual clip. Sequence ratios hardly move, so the paper's clips are 3e-4 and 4e-4; aggregate by seq-mean-token-mean
     to match it.
 
-    Source: Group Sequence Policy Optimization, eq. 13 and 14, arXiv 2507.18071.
+    Source: Group Sequence Policy Optimization, eq. 13 and 14, arXiv 2507.18071; summed over tokens it is LUSPO, arXiv
+    2602.05261.
     """
     check_shapes(logp, old_logp, advantages, mask)
     live = _keep(logp, mask)

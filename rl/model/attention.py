@@ -71,7 +71,7 @@ def packed_varlen(module, query, key, value, attention_mask, *, packing, scaling
 
 
 def packed_fa2(module, query, key, value, attention_mask, *, packing, scaling=None, sliding_window=None, **rest):
-    """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D)."""
+    """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D). FlashAttention-2, arXiv 2307.08691."""
     inputs, window = _for_kernel(query, key, value, packing, sliding_window, rest)
     return flash_attn_varlen_func(*inputs, causal=True, window_size=window, softmax_scale=scaling)[None], None
 

@@ -70,11 +70,12 @@ def shard(model: PreTrainedModel, ranks: Ranks, memory: Memory = BARE) -> PreTra
     it; what does not learn keeps its dtype. Compute runs in `ranks.dtype`, of a float64 model in float64. Each decoder
     layer is a unit; embedding, final norm and LM head share the root unit, so tied weights stay one parameter. The
     model is left in evaluation mode, which stops no gradient: no dropout or noise of any kind, so that log-probs are a
-    function of weights and tokens.
+    function of weights and tokens. Sources: ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277.
 
     activation_checkpointing "selective" keeps the results of matrix products and attention (Korthikanti et al. 2022,
-    arXiv 2205.05198). fsdp_size: shard over so many neighboring ranks, such as a machine's, and keep copies on the
-    others; between machines only one all-reduce of gradients an update is left (`backward`).
+    arXiv 2205.05198), "full" only those of whole layers (Chen et al. 2016, arXiv 1604.06174). fsdp_size: shard over so
+    many neighboring ranks, such as a machine's, and keep copies on the others; between machines only one all-reduce of
+    the gradients is left per update (`backward`).
     """
     memory = settled(memory, **UNPLANNED)
     units = outermost(model, model._no_split_modules or ())
