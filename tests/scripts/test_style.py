@@ -462,8 +462,9 @@ NEVER_RIGHT = {
 
 def texts() -> Iterable[tuple[str, int, str]]:
     """Every line of code and prose that people read: its file, its number, and the line."""
-    folders = "rl extras tools examples rewards environments data benchmarks docs tests".split()
-    paths = [*ROOT.glob("*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    folders = "rl extras tools examples rewards environments data benchmarks tests".split()
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    paths += [*ROOT.glob("*.py"), *ROOT.glob("*.md"), *ROOT.glob("*.toml"), *(ROOT / "docs").rglob("*.md")]
     for path in sorted(paths):
         if path.suffix in (".py", ".md", ".toml"):
             for number, line in enumerate(path.read_text().splitlines(), 1):
