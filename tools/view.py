@@ -68,9 +68,8 @@ def names_of(folders: list[Path]) -> list[str]:
     raise ValueError(f"a run is named twice: {' '.join(map(str, folders))}")
 
 
-def read_run(folder: Path, name: str) -> dict[str, Any]:
-    """What the page shows of a run. Raises ValueError if it has no metrics."""
-    lines = read_jsonl(folder / "metrics.jsonl")
+def read_run(folder: Path, name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the page shows of a run. Raises ValueError if its metrics.jsonl has no lines."""
     if not lines:
         raise ValueError(
             f"{folder} has no metrics.jsonl with a line; give the folder of a run, such as runs/glassrl/grpo"
@@ -174,8 +173,8 @@ def main(args: Args) -> Path:
     if not args.runs:
         raise ValueError("give one folder of a run or more, such as runs/glassrl/grpo")
     names = names_of(list(args.runs))
-    runs = [read_run(folder, name) for folder, name in zip(args.runs, names, strict=True)]
     files = [read_jsonl(folder / "metrics.jsonl") for folder in args.runs]
+    runs = [read_run(folder, name, lines) for folder, name, lines in zip(args.runs, names, files, strict=True)]
     comparisons = [compare([names[0], names[i]], [files[0], files[i]]) for i in range(1, len(files))]
     for comparison in comparisons:
         print(*comparison.sentences, sep="\n")

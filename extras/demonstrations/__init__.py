@@ -1,7 +1,7 @@
 """Responses that the data already has: demonstrations to imitate (sft.py), and comparisons of two responses to one
 prompt (train_reward.py, train_dpo.py).
 
-rows.py reads and checks the files, encode.py makes of a row token ids and a mask of the tokens that are learned, and
+rows.py reads and checks the files, encode.py makes a row's token ids and a mask of the tokens that are learned, and
 behind.py encodes a text that goes on behind another one.
 """
 

@@ -22,7 +22,7 @@ def token_values(model: nn.Module, batch: Batch) -> Tensor:
     """V_t = head(hidden state of token t-1) for every token with response_mask 1, with gradients: (b, T), zero where
     response_mask is zero, float32 (float64 for a float64 model).
 
-    Source: of the scalar head InstructGPT, arXiv 2203.02155.
+    Source: InstructGPT, arXiv 2203.02155, for the scalar head.
     """
     return run_on_responses(model, batch, score_head)[0]
 

@@ -61,7 +61,7 @@ def group_mean_std(rewards: Tensor) -> tuple[Tensor, Tensor]:
     Example: [1, 0, 0] -> 1/3, 0.5774.
 
     Args: rewards (P, G) float, NaN = not scored. Returns: two tensors (P, 1).
-    Source: of the group's mean and standard deviation DeepSeekMath, sec. 4.1.2, arXiv 2402.03300.
+    Source: DeepSeekMath, sec. 4.1.2, arXiv 2402.03300, which compares a score with its group by these two.
     """
     check_shapes(rewards, dims=2)
     scored = (~rewards.isnan()).to(rewards.dtype)

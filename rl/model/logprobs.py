@@ -129,7 +129,7 @@ def run_packed(model: PreTrainedModel, batch: Batch, wanted: Tensor, head: Calla
     What neighboring rows have in common at their start, such as the prompt of a group, is computed once (unless the
     model runs padded or has recurrent layers): under a causal mask its hidden states do not depend on what follows.
 
-    Source: of packing Krell et al. 2021, arXiv 2107.02027.
+    Source: Krell et al. 2021, arXiv 2107.02027, for packing.
     """
     for family in model.packed.families:
         batch, wanted = family.widen(batch, wanted)

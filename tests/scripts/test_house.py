@@ -88,12 +88,15 @@ def lines_of(node: ast.stmt | tokenize.TokenInfo) -> range:
     return range(node.lineno, node.end_lineno + 1)
 
 
-def code_lines(source: str) -> int:
+def docstring_lines(source: str) -> set[int]:
     owners = [node for node in ast.walk(ast.parse(source)) if isinstance(node, OWNERS)]
-    docstrings = [lines_of(node.body[0]) for node in owners if ast.get_docstring(node, clean=False) is not None]
+    return set().union(*(lines_of(x.body[0]) for x in owners if ast.get_docstring(x, clean=False) is not None))
+
+
+def code_lines(source: str) -> int:
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     code = set().union(*(lines_of(token) for token in tokens if token.type not in NO_CODE))
-    return len(code.difference(*docstrings))
+    return len(code - docstring_lines(source))
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 is that of the page.
 """
 
-import ast
 import difflib
 import importlib
 import io
@@ -18,7 +17,7 @@ import helpers_scripts as h
 import pytest
 import torch
 from launch import ROOT
-from test_house import OWNERS, lines_of
+from test_house import docstring_lines
 from transformers import AutoModelForCausalLM
 
 import train_grpo
@@ -107,10 +106,8 @@ def code_of(source: str) -> list[str]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, OWNERS) and ast.get_docstring(node, clean=False) is not None:
-            for number in lines_of(node.body[0]):
-                lines[number - 1] = ""
+    for number in docstring_lines(source):
+        lines[number - 1] = ""
     return [line.strip() for line in lines if line.strip()]
 
 

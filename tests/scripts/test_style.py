@@ -443,17 +443,17 @@ def test_the_files_that_begin_first_are_there():
     assert set(names) <= {path.stem for path in launch.TESTS.glob("*/test_*.py")}
 
 
-WHAT = (
-    "tokens prompts rows responses sequences samples pairs groups turns pushes updates steps evaluations engines ranks"
-)
-WHAT += " numbers lines files bytes KiB MiB GiB KB MB GB seconds s ms times once twice"
-OF_WHAT = (
-    "step second minute GPU rank process engine row prompt response token sequence sample pair group layer parameter"
-)
-OF_WHAT += " update micro-batch turn node file epoch line"
+WHAT = """
+tokens prompts rows responses sequences samples pairs groups turns pushes updates steps evaluations engines ranks
+numbers lines files bytes KiB MiB GiB KB MB GB seconds s ms times once twice
+"""
+OF_WHAT = """
+step second minute GPU rank process engine row prompt response token sequence sample pair group layer parameter
+update micro-batch turn node file epoch line
+"""
 # What is never right in a sentence of this project, and what to say instead.
 NEVER_RIGHT = {
-    rf"\b({WHAT.replace(' ', '|')}) an? ({OF_WHAT.replace(' ', '|')})\b(?!')": (
+    rf"\b({'|'.join(WHAT.split())}) an? ({'|'.join(OF_WHAT.split())})\b(?!')": (
         "say `per`, or begin a clause with `that`, or put a comma between them"
     ),
     r"\bbut for\b": "say `except for`",

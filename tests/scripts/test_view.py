@@ -123,7 +123,7 @@ def test_what_cannot_be_shown_is_refused(runs, tmp_path):
 def test_a_run_that_is_writing_is_shown_as_far_as_it_is(tmp_path):
     line = {"step": 1, "time": 5.0, "a": 0.25, "b": None}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + '\n{"step": 2, "a": 0.')
-    run = view.read_run(tmp_path, "mine")
+    run = view.read_run(tmp_path, "mine", view.read_jsonl(tmp_path / "metrics.jsonl"))
     assert run == {"name": "mine", "config": {}, "curves": {"a": [[1], [0.25]]}, "samples": []}
 
 
