@@ -1,4 +1,4 @@
-"""Make the tables of five pages of docs/ and of benchmarks/results/README.md from the raw logs.
+"""Make the tables of pages from the raw logs.
 
     python benchmarks/tables.py                       # write the tables into the pages
     python benchmarks/tables.py --check               # change nothing; exit with 1 if a page is not up to date
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 LAYOUT = ROOT / "benchmarks" / "tables.toml"
-WITH_TABLES = ("performance", "log", "models", "smollm2", "memory", "environments", "train_async", "troubleshooting")
+WITH_TABLES = ("performance", "models", "smollm2", "memory", "environments", "train_async", "troubleshooting")
 PAGES = (*(ROOT / "docs" / f"{name}.md" for name in WITH_TABLES), RESULTS / "README.md")
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TAKE = {"median": statistics.median, "mean": statistics.mean, "min": min, "max": max}
@@ -224,10 +224,17 @@ def fill(text: str, tables: Mapping[str, str]) -> str:
     return MARKED.sub(lambda match: match[1] + tables[match[2]] + match[3], text)
 
 
+def from_page(page: Path, table: str) -> str:
+    """A table whose links lead from `page` to the logs. Those of `make_table` lead there from a page of docs/."""
+    prefix = {RESULTS: "", ROOT: "benchmarks/results/"}.get(page.parent, "../benchmarks/results/")
+    return table.replace("](../benchmarks/results/", f"]({prefix}")
+
+
 def update_pages(pages: Mapping[Path, str], *, check: bool) -> int:
     """Write the pages whose tables are out of date, or with `check` only name them; returns the exit status."""
     tables = make_tables()
-    stale = {page: new for page, text in pages.items() if (new := fill(text, tables)) != text}
+    seen = {page: {name: from_page(page, table) for name, table in tables.items()} for page in pages}
+    stale = {page: new for page, text in pages.items() if (new := fill(text, seen[page])) != text}
     for page, text in stale.items():
         if check:
             print(f"{page.name}: a table is not what the logs say; run `python benchmarks/tables.py`")

@@ -25,6 +25,7 @@ from rl.formulas import advantages, losses
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 FRONT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md")]
+FRONT_PAGES += sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 TORCHRUN = {option for action in get_args_parser()._actions for option in action.option_strings}
 ALGORITHMS = ["train_grpo", "train_ppo", "train_dapo", "train_reinforce", "train_dpo", "train_distill", "train_prime"]

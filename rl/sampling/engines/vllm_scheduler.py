@@ -1,6 +1,7 @@
 """Shortcuts around vLLM's scheduler, for sequences that just get one token longer.
 
-Seconds to sample 512 responses of 1,024 tokens, and of 360 on average (1.5B, one H200, vLLM 0.26; docs/log.md):
+Seconds to sample 512 responses of 1,024 tokens, and of 360 on average (1.5B, one H200, vLLM 0.26). The experiment is in
+benchmarks/results/README.md.
 
     LLMEngine.step, which makes objects of each token    17 to 22 (a slower host, where shortcuts took 9 to 10)
     vLLM's core read directly, as vllm.py does           10.8       6.0 to 6.5
