@@ -92,7 +92,7 @@ def is_of_rewards(args: Any) -> bool:
 
 
 def ways(memory: Any, least: int, *, has_adapters: bool) -> list[Way]:
-    """All ways that the flags of a memory group leave open, the cheapest first. docs/memory.md has the order.
+    """All ways that the flags of a memory group leave open, the cheapest first. docs/scaling.md has the order.
 
     Args: least, the tokens that a micro-batch must hold; has_adapters, whether adapters learn, whose moments are so
     small that it does not help to move them.

@@ -743,7 +743,7 @@ def test_packed_delta_nets_are_compared_with_transformers(tmp_path, monkeypatch)
 
 def test_the_page_has_the_tables_of_memory():
     fits, by_phase = memory_table.tables(memory_table.Args()).split("\n\n")
-    page = (launch.ROOT / "docs" / "memory.md").read_text()
+    page = (launch.ROOT / "docs" / "scaling.md").read_text()
     assert fits in page and by_phase.splitlines()[2] in page
     assert "| 1.5B | all weights | full, 16384, moments on the host |" in fits
 
