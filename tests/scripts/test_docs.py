@@ -312,7 +312,7 @@ def test_every_documented_metric_is_one_of_a_run(logged, scripts):
 
 def test_every_name_of_a_metric_in_the_code_is_documented():
     """Also of those that no short run logs. A name in the code is a text such as actor/lr, perhaps with <...> in it."""
-    patterns, found = documented(METRICS + (ROOT / "docs" / "train_reward.md").read_text()), set()
+    patterns, found = documented(METRICS + (ROOT / "docs" / "sft_reward_eval.md").read_text()), set()
     kinds = {pattern.partition("/")[0] for pattern in patterns if "/" in pattern}
     for path in (*(ROOT / "rl").rglob("*.py"), *(ROOT / f"{script}.py" for script in (*LOGGED, "sft", "train_reward"))):
         for node in ast.walk(ast.parse(path.read_text())):
