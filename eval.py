@@ -36,22 +36,27 @@ from rl.scoring.pool import Scorer, need_truth
 
 @dataclass(frozen=True)
 class Args:
-    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder: a checkpoint's huggingface/ folder is one
-    val_files: tuple[str, ...] = ("data/gsm8k/test.parquet",)  # parquet or jsonl files in verl's schema
-    max_samples: AtLeast1 | None = None  # evaluate the first so many prompts only
-    max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error
-    max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
-    # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info)
+    # The model is loaded from this Hugging Face id or folder. A checkpoint's huggingface/ is such a folder.
+    model: str = "Qwen/Qwen2.5-1.5B-Instruct"
+    val_files: tuple[str, ...] = ("data/gsm8k/test.parquet",)  # These are parquet or jsonl files in verl's schema.
+    # Evaluate only the first prompts, of which there are this many. By default all are evaluated.
+    max_samples: AtLeast1 | None = None
+    max_prompt_length: AtLeast1 = 512  # A prompt has at most this many tokens. A longer one is an error.
+    max_response_length: AtLeast1 = 1024  # A response has at most this many tokens. A longer one is cut.
+    # These functions, file.py[:function[:weight]] ..., score the responses, and their scores are summed. Their
+    # signature is verl's (data_source, solution_str, ground_truth, extra_info).
     custom_reward_function: tuple[str, ...] = ("rewards/by_data_source.py",)
-    rollout_n: Few = 1  # responses to each prompt (G)
-    temperature: TemperatureOr0 = 0.0  # 0 is greedy; with --rollout-n above 1 it must be positive
-    top_p: PositiveShare = 1.0  # nucleus sampling
-    top_k: TopK = -1  # sample among the k most likely tokens; -1 all
-    min_p: Share = 0.0  # leave out tokens whose probability is less than this share of the most likely token's
-    k: tuple[int, ...] = ()  # report pass@k for these k; default 1, 2, 4, ... up to --rollout-n
-    correct_at: float = 1.0  # score from which a response counts as right for pass@k
-    seed: Count = 0  # decides the samples
-    output: str | None = None  # write every response with its score to this jsonl file
+    rollout_n: Few = 1  # Each prompt gets this many responses (G).
+    # Responses are sampled at this temperature. 0 is greedy. With --rollout-n above 1 it must be positive.
+    temperature: TemperatureOr0 = 0.0
+    # Nucleus sampling: sample among the fewest most likely tokens that together have this probability.
+    top_p: PositiveShare = 1.0
+    top_k: TopK = -1  # Sample among this many of the most likely tokens. -1 means all.
+    min_p: Share = 0.0  # Leave out tokens whose probability is less than this share of that of the most likely token.
+    k: tuple[int, ...] = ()  # Report pass@k for these k. The default is 1, 2, 4, ... up to --rollout-n.
+    correct_at: float = 1.0  # For pass@k, a response counts as right from this score on.
+    seed: Count = 0  # The seed decides the samples.
+    output: str | None = None  # Write every response with its score to this jsonl file.
     texts: Texts = Texts()
     scoring: Scoring = Scoring()
     rollout: EngineSizes = EngineSizes(gpu_memory_utilization=0.9)

@@ -41,18 +41,22 @@ from rl.run.supervised import LoggingSupervised, Supervised, check, parse
 @dataclass(frozen=True)
 class Args(Supervised):  # and the groups of flags in rl/run/supervised.py: LoRA, memory, checkpoints, logging
     data: Files = Files(train_files=("data/sft.parquet",), val_files=())
-    model: str = "Qwen/Qwen2.5-1.5B"  # Hugging Face id or folder of the model to train
-    train_batch_size: AtLeast1 = 128  # rows per optimizer step, over all ranks (B)
-    max_length: AtLeast1 = 2048  # tokens; a longer row is an error unless --filter-overlong
-    filter_overlong: bool = False  # drop rows longer than --max-length, and say how many
-    test_freq: Free[Every] = 100  # with --val-files, compute val/loss every this many steps and at the end; -1 never
-    lr: NotNegative = 1e-5  # of AdamW, after warm-up; LoRA wants about ten times that of full training
-    beta2: Share = 0.95  # AdamW's decay of the second moment
-    lr_warmup_steps: Count = 0  # steps of linear warm-up
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"  # after warm-up
-    weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
-    grad_clip: Positive = 1.0  # largest global gradient norm
-    seed: Count = 0  # decides the order of the data, together with the step
+    model: str = "Qwen/Qwen2.5-1.5B"  # The model that is trained is loaded from this Hugging Face id or folder.
+    train_batch_size: AtLeast1 = 128  # Each optimizer step takes this many rows, over all ranks (B).
+    # A row has at most this many tokens. A longer one is an error unless --filter-overlong.
+    max_length: AtLeast1 = 2048
+    filter_overlong: bool = False  # Drop rows longer than --max-length, and say how many.
+    # With --val-files, compute val/loss at this interval, in steps, and at the end. -1 means never.
+    test_freq: Free[Every] = 100
+    # AdamW has this learning rate after warm-up. LoRA needs about ten times that of full training.
+    lr: NotNegative = 1e-5
+    beta2: Share = 0.95  # This is AdamW's decay of the second moment.
+    lr_warmup_steps: Count = 0  # The learning rate rises linearly over this many steps.
+    # After warm-up, the learning rate stays constant, falls linearly, or falls as a cosine does.
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
+    weight_decay: NotNegative = 0.01  # This is AdamW's decoupled weight decay.
+    grad_clip: Positive = 1.0  # A gradient whose global norm is larger than this is scaled down to it.
+    seed: Count = 0  # The seed decides, together with the step, the order of the data.
     logging: LoggingSupervised = LoggingSupervised(experiment_name="sft")
 
 

@@ -44,27 +44,35 @@ from rl.sampling.responses import scores_of
 
 @dataclass(frozen=True)
 class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
-    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy
-    train_batch_size: AtLeast1 = 128  # prompts per step (P)
-    rollout_n: Few = 8  # responses to each prompt (G); with one response nothing is compared
-    max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
-    max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
-    ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: all of a step
-    ppo_epochs: Few = 1  # passes over a step's responses
-    clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
-    clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this; DAPO has 0.28
-    clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|
-    use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss; the reference: the first policy
-    kl_loss_coef: NotNegative = 0.001  # weight of that KL term
-    lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
-    lr_warmup_steps: Count = 0  # steps of linear warm-up
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
-    weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
-    grad_clip: Positive = 1.0  # largest global gradient norm
-    # around which the ratio is clipped: the policy that starts the step, one between that and the sampler's, or the
-    # sampler's own
+    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # The policy is loaded from this Hugging Face id or folder.
+    train_batch_size: AtLeast1 = 128  # Each step takes this many prompts (P).
+    # Each prompt gets this many responses (G). With one response there is nothing to compare it with.
+    rollout_n: Few = 8
+    # A prompt has at most this many tokens. A longer one is an error unless --filter-overlong-prompts.
+    max_prompt_length: AtLeast1 = 512
+    max_response_length: AtLeast1 = 1024  # A response has at most this many tokens. A longer one is cut.
+    # Each optimizer step takes the responses to this many prompts. By default it takes all of a step.
+    ppo_mini_batch_size: AtLeast1 | None = None
+    ppo_epochs: Few = 1  # The updates of a step pass over its responses this many times.
+    # Clip the ratio from below at 1 minus this, for tokens that are being pushed down (A < 0).
+    clip_ratio_low: NotNegative = 0.2
+    # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). DAPO has 0.28.
+    clip_ratio_high: NotNegative = 0.2
+    clip_ratio_c: Above1 = 3.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
+    # Add kl_loss_coef * KL(policy, reference) to the loss. The reference is the policy before training.
+    use_kl_loss: bool = False
+    kl_loss_coef: NotNegative = 0.001  # This is the weight of that KL term.
+    # AdamW has this learning rate after warm-up. LoRA needs about ten times that of full training.
+    lr: NotNegative = 1e-6
+    lr_warmup_steps: Count = 0  # The learning rate rises linearly over this many steps.
+    # After warm-up, the learning rate stays constant, falls linearly, or falls as a cosine does.
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: NotNegative = 0.01  # This is AdamW's decoupled weight decay.
+    grad_clip: Positive = 1.0  # A gradient whose global norm is larger than this is scaled down to it.
+    # The ratio is clipped around the proximal policy. That is the policy that starts the step, one between it and the
+    # policy that sampled the token, or the policy that sampled the token.
     proximal_policy: Literal["recomputed", "loglinear", "sampler"] = "recomputed"
-    seed: Count = 0  # decides data order and sampling, together with a prompt's number
+    seed: Count = 0  # The seed decides, together with a prompt's number, the order of the data and what is sampled.
     pool: SamplerFlags = SamplerFlags()
     rollout: EngineFlags = EngineFlags(gpu_memory_utilization=0.9)
     correction: Correction = Correction(rollout_is="token")

@@ -46,39 +46,52 @@ from rl.sampling.responses import lengths_of, scores_of
 
 @dataclass(frozen=True)
 class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
-    filter_groups: bool = True  # dynamic sampling: replace groups whose responses all have the same score
-    filter_groups_metric: str = "score"  # what has to differ in a group: the score, or a component of it, such as acc
-    gen_batch_size: AtLeast1 | None = None  # prompts sampled in a round; default: --train-batch-size
-    max_num_gen_batches: Free[AtLeast1] = 10  # rounds of a step; if the batch is not full then, the run ends
-    # the last so many tokens before --max-response-length cost more and more; default: a fifth of it; 0: they are free
+    filter_groups: bool = True  # Dynamic sampling: replace groups whose responses all have the same score.
+    # This has to differ within a group. It is the score, or one of its components, such as acc.
+    filter_groups_metric: str = "score"
+    # Each round samples responses to this many prompts. The default is --train-batch-size.
+    gen_batch_size: AtLeast1 | None = None
+    # A step has at most this many rounds. If the batch is not full then, the run ends.
+    max_num_gen_batches: Free[AtLeast1] = 10
+    # This is the length, in tokens, of the zone before --max-response-length in which the penalty grows. The default is
+    # a fifth of that limit, and 0 means no penalty.
     overlong_buffer_len: Count | None = None
-    overlong_penalty_factor: NotNegative = 1.0  # subtracted from the score of a response that reaches the limit
-    overlong_filtering: bool = False  # leave responses that were cut at the limit out of the loss
-    # how the losses of tokens become one number; Dr. GRPO: seq-mean-token-sum-norm, GRPO's paper: seq-mean-token-mean
+    # This is subtracted from the score of a response that reaches the limit.
+    overlong_penalty_factor: NotNegative = 1.0
+    overlong_filtering: bool = False  # Leave responses that were cut at the limit out of the loss.
+    # token-mean is the mean over all tokens (DAPO). The others are means over responses: of the sums of their tokens,
+    # of the means of their tokens (paper of GRPO), or of the sums divided by --loss-scale-factor (Dr. GRPO).
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
-    loss_scale_factor: Positive | None = None  # divisor of seq-mean-token-sum-norm; default: --max-response-length
-    entropy_coeff: float = 0.0  # weight of an entropy bonus; with 0 the entropy is only logged
-    clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
-    clip_ratio_high: NotNegative = 0.28  # where A > 0: no gradient at a ratio above 1 plus this; 0.2 is GRPO's
-    clip_ratio_c: Above1 = 10.0  # dual clip: where A < 0 the loss is at most this times |A|
+    # seq-mean-token-sum-norm divides by this. The default is --max-response-length.
+    loss_scale_factor: Positive | None = None
+    entropy_coeff: float = 0.0  # This is the weight of an entropy bonus. With 0 the entropy is only logged.
+    # Clip the ratio from below at 1 minus this, for tokens that are being pushed down (A < 0).
+    clip_ratio_low: NotNegative = 0.2
+    # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). GRPO has 0.2.
+    clip_ratio_high: NotNegative = 0.28
+    clip_ratio_c: Above1 = 10.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
 
     # --- what follows is as in train_grpo.py, except for some defaults
-    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy
-    train_batch_size: AtLeast1 = 128  # prompts per step (P)
-    rollout_n: Few = 8  # responses to each prompt (G); at least 2 to have a spread
-    max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
-    max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
-    ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: a quarter of a step
-    ppo_epochs: Few = 1  # passes over a step's responses
-    lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
-    lr_warmup_steps: Count = 10  # steps of linear warm-up
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
-    weight_decay: NotNegative = 0.1  # AdamW's decoupled weight decay
-    grad_clip: Positive = 1.0  # largest global gradient norm
-    seed: Count = 0  # decides data order and sampling, together with the round
-    correction: Correction = Correction(rollout_is="token")  # for groups that an older policy has sampled
+    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # The policy is loaded from this Hugging Face id or folder.
+    train_batch_size: AtLeast1 = 128  # Each step takes this many prompts (P).
+    rollout_n: Few = 8  # Each prompt gets this many responses (G). Scores can differ only among two or more.
+    # A prompt has at most this many tokens. A longer one is an error unless --filter-overlong-prompts.
+    max_prompt_length: AtLeast1 = 512
+    max_response_length: AtLeast1 = 1024  # A response has at most this many tokens. A longer one is cut.
+    # Each optimizer step takes the responses to this many prompts. The default is a quarter of a step.
+    ppo_mini_batch_size: AtLeast1 | None = None
+    ppo_epochs: Few = 1  # The updates of a step pass over its responses this many times.
+    # AdamW has this learning rate after warm-up. LoRA needs about ten times that of full training.
+    lr: NotNegative = 1e-6
+    lr_warmup_steps: Count = 10  # The learning rate rises linearly over this many steps.
+    # After warm-up, the learning rate stays constant, falls linearly, or falls as a cosine does.
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: NotNegative = 0.1  # This is AdamW's decoupled weight decay.
+    grad_clip: Positive = 1.0  # A gradient whose global norm is larger than this is scaled down to it.
+    seed: Count = 0  # The seed decides, together with the round, the order of the data and what is sampled.
+    correction: Correction = Correction(rollout_is="token")  # It corrects for groups that an older policy has sampled.
     logging: LoggingRL = LoggingRL(
         experiment_name="dapo",
         alarms=(

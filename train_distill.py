@@ -57,33 +57,43 @@ DISTANCES = {
 
 @dataclass(frozen=True)
 class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
-    model: str = "Qwen/Qwen2.5-0.5B-Instruct"  # Hugging Face id or folder of the student
-    train_batch_size: AtLeast1 = 128  # prompts per step (P)
-    rollout_n: Few = 8  # responses to each prompt (G)
-    max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
-    max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
-    ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: all of a step
-    ppo_epochs: Few = 1  # passes over a step's responses
-    # what pulls the student to the teacher: the advantage of the sampled token, or a distance of distributions
+    model: str = "Qwen/Qwen2.5-0.5B-Instruct"  # The student is loaded from this Hugging Face id or folder.
+    train_batch_size: AtLeast1 = 128  # Each step takes this many prompts (P).
+    rollout_n: Few = 8  # Each prompt gets this many responses (G).
+    # A prompt has at most this many tokens. A longer one is an error unless --filter-overlong-prompts.
+    max_prompt_length: AtLeast1 = 512
+    max_response_length: AtLeast1 = 1024  # A response has at most this many tokens. A longer one is cut.
+    # Each optimizer step takes the responses to this many prompts. By default it takes all of a step.
+    ppo_mini_batch_size: AtLeast1 | None = None
+    ppo_epochs: Few = 1  # The updates of a step pass over its responses this many times.
+    # sampled pulls the student to the teacher by the advantage of the sampled token. The others are distances between
+    # whole distributions.
     loss_mode: Literal[*DISTANCES] = "sampled"
-    distillation_loss_coef: NotNegative = 1.0  # weight of that advantage, or of the distance
-    distill_top_k: TopK = 64  # the teacher's most likely tokens that a distance looks at; -1 all, if these are few
-    jsd_beta: Share = 0.5  # of jsd: near 0 as forward_kl, near 1 as reverse_kl; both ends excluded
-    reward_coef: NotNegative = 0.0  # weight of the advantage that GRPO computes from the scores
-    # how the losses of tokens become one number; Dr. GRPO: seq-mean-token-sum-norm, GRPO's paper: seq-mean-token-mean
+    distillation_loss_coef: NotNegative = 1.0  # This is the weight of that advantage, or of the distance.
+    # A distance looks at this many of the teacher's most likely tokens. -1 means all, if these are few.
+    distill_top_k: TopK = 64
+    jsd_beta: Share = 0.5  # jsd only: near 0 it is as forward_kl, and near 1 as reverse_kl. Both ends are excluded.
+    reward_coef: NotNegative = 0.0  # This is the weight of the advantage that GRPO computes from the scores.
+    # token-mean is the mean over all tokens (DAPO). The others are means over responses: of the sums of their tokens,
+    # of the means of their tokens (paper of GRPO), or of the sums divided by --loss-scale-factor (Dr. GRPO).
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
-    loss_scale_factor: Positive | None = None  # divisor of seq-mean-token-sum-norm; default: --max-response-length
-    clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
-    clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this
-    clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|
-    lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
-    lr_warmup_steps: Count = 0  # steps of linear warm-up
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
-    weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
-    grad_clip: Positive = 1.0  # largest global gradient norm
-    seed: Count = 0  # decides data order and sampling, together with the step
+    # seq-mean-token-sum-norm divides by this. The default is --max-response-length.
+    loss_scale_factor: Positive | None = None
+    # Clip the ratio from below at 1 minus this, for tokens that are being pushed down (A < 0).
+    clip_ratio_low: NotNegative = 0.2
+    # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0).
+    clip_ratio_high: NotNegative = 0.2
+    clip_ratio_c: Above1 = 3.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
+    # AdamW has this learning rate after warm-up. LoRA needs about ten times that of full training.
+    lr: NotNegative = 1e-6
+    lr_warmup_steps: Count = 0  # The learning rate rises linearly over this many steps.
+    # After warm-up, the learning rate stays constant, falls linearly, or falls as a cosine does.
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: NotNegative = 0.01  # This is AdamW's decoupled weight decay.
+    grad_clip: Positive = 1.0  # A gradient whose global norm is larger than this is scaled down to it.
+    seed: Count = 0  # The seed decides, together with the step, the order of the data and what is sampled.
     logging: LoggingRL = LoggingRL(
         experiment_name="distill",
         alarms=("rollout/logprob_gap_mean>0.05", "response_length/clip_ratio>0.5", "actor/entropy<0.01"),

@@ -82,29 +82,40 @@ PAIRS = {  # (scores (P, G), margin) -> places (N, 2) of chosen and rejected amo
 @dataclass(frozen=True)
 class Args(RLBase):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory ...
     rows_per_unit = 2  # a pair is in one micro-batch
-    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy, and of the first reference
-    offline: bool = False  # learn from the pairs in --train-files, see train_reward.py; sample none
-    train_batch_size: AtLeast1 = 128  # prompts per step (P)
-    rollout_n: Few = 8  # responses sampled to each prompt
-    max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
-    max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
-    # best_worst: the best response to a prompt with its worst; all: every two whose scores differ; solution: the
-    # reference solution of the data with each response (SPIN)
+    # The policy and the first reference are loaded from this Hugging Face id or folder.
+    model: str = "Qwen/Qwen2.5-1.5B-Instruct"
+    # Learn from the pairs in --train-files, whose format is that of train_reward.py, and sample nothing.
+    offline: bool = False
+    train_batch_size: AtLeast1 = 128  # Each step takes this many prompts (P).
+    rollout_n: Few = 8  # Each prompt gets this many sampled responses.
+    # A prompt has at most this many tokens. A longer one is an error unless --filter-overlong-prompts.
+    max_prompt_length: AtLeast1 = 512
+    max_response_length: AtLeast1 = 1024  # A response has at most this many tokens. A longer one is cut.
+    # best_worst pairs the best response to a prompt with its worst. all makes a pair of every two whose scores differ.
+    # solution pairs the reference solution in the data with each response (SPIN).
     pairs: Literal[*PAIRS] = "best_worst"
-    pair_margin: NotNegative = 0.0  # scores of a pair must differ by more than this; --pairs solution ignores scores
-    solution_key: str = "answer"  # the reference solution's name in extra_info, for --pairs solution
-    loss_type: Literal[*LOSSES] = "dpo"  # loss of a pair
-    beta: Positive = 0.1  # scale of the log-ratios in the loss; a small one lets the policy go far from the reference
-    label_smoothing: Share = 0.0  # of --loss-type dpo: the share of pairs that may be the wrong way round, below 0.5
-    ref_update_steps: AtLeast1 | None = None  # make the policy the new reference every so many steps; default: never
-    ppo_mini_batch_size: AtLeast1 | None = None  # prompts whose pairs make an optimizer step; default: all of a step
-    ppo_epochs: Few = 1  # passes over a step's pairs
-    lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
-    lr_warmup_steps: Count = 0  # steps of linear warm-up
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
-    weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
-    grad_clip: Positive = 1.0  # largest global gradient norm
-    seed: Count = 0  # decides data order and sampling, together with the step
+    # The scores of a pair must differ by more than this. --pairs solution ignores scores.
+    pair_margin: NotNegative = 0.0
+    solution_key: str = "answer"  # --pairs solution finds the reference solution under this name in extra_info.
+    # This is the loss of a pair: that of DPO, IPO, SPPO, SLiC (hinge), or KTO (kto_pair).
+    loss_type: Literal[*LOSSES] = "dpo"
+    # The loss multiplies log-ratios by this. A small one lets the policy go far from the reference.
+    beta: Positive = 0.1
+    # --loss-type dpo assumes that this share of the pairs, below 0.5, is the wrong way round.
+    label_smoothing: Share = 0.0
+    # Make the policy the new reference at this interval, in steps. The default is never.
+    ref_update_steps: AtLeast1 | None = None
+    # Each optimizer step takes the pairs of this many prompts. By default it takes all of a step.
+    ppo_mini_batch_size: AtLeast1 | None = None
+    ppo_epochs: Few = 1  # The updates of a step pass over its pairs this many times.
+    # AdamW has this learning rate after warm-up. LoRA needs about ten times that of full training.
+    lr: NotNegative = 1e-6
+    lr_warmup_steps: Count = 0  # The learning rate rises linearly over this many steps.
+    # After warm-up, the learning rate stays constant, falls linearly, or falls as a cosine does.
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: NotNegative = 0.01  # This is AdamW's decoupled weight decay.
+    grad_clip: Positive = 1.0  # A gradient whose global norm is larger than this is scaled down to it.
+    seed: Count = 0  # The seed decides, together with the step, the order of the data and what is sampled.
     logging: LoggingRL = LoggingRL(
         experiment_name="dpo",
         alarms=("train/num_pairs<1", "response_length/clip_ratio>0.5", "actor/entropy<0.01"),

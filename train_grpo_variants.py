@@ -80,42 +80,55 @@ AGGREGATIONS = {"gspo": "seq-mean-token-mean", "luspo": "seq-mean-token-sum", "g
 @dataclass(frozen=True)
 class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
     # --- the flags of the family
-    adv_estimator: Literal[*ADVANTAGES] = "grpo"  # how a response is compared with its group
-    # turn: of a conversation with an environment each turn is compared with the group's, by what it earned from then on
+
+    # This is how a response is compared with its group. docs/variants.md explains each of these.
+    adv_estimator: Literal[*ADVANTAGES] = "grpo"
+    # trajectory: compare whole responses. turn: in a conversation of several turns, compare what each turn earned from
+    # then on with the same turn in the other responses of the group.
     advantage_by: Literal["trajectory", "turn"] = "trajectory"
-    gdpo_reward_keys: tuple[str, ...] = ()  # of gdpo: components of the score that are compared, each by itself
-    gdpo_reward_weights: tuple[float, ...] = ()  # of gdpo: their weights; default: 1 each
-    loss_mode: Literal[*LOSSES] = "ppo_clip"  # loss of a token
-    tau_pos: Positive = 1.0  # of sapo: how fast the gradient fades where the advantage is positive
-    tau_neg: Positive = 1.05  # of sapo: the same where the advantage is negative
-    # how the losses of tokens become one number; Dr. GRPO: seq-mean-token-sum-norm, GRPO's paper: seq-mean-token-mean
+    gdpo_reward_keys: tuple[str, ...] = ()  # gdpo only: these components of the score are compared, each on its own.
+    # gdpo only: the components have these weights. The default is 1 for each.
+    gdpo_reward_weights: tuple[float, ...] = ()
+    loss_mode: Literal[*LOSSES] = "ppo_clip"  # This is the loss of a token. docs/variants.md explains each of these.
+    tau_pos: Positive = 1.0  # sapo only: this says how fast the gradient fades where the advantage is positive.
+    tau_neg: Positive = 1.05  # sapo only: this says the same where the advantage is negative.
+    # token-mean is the mean over all tokens (DAPO). The others are means over responses: of the sums of their tokens,
+    # of the means of their tokens (paper of GRPO), or of the sums divided by --loss-scale-factor (Dr. GRPO).
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
-    loss_scale_factor: Positive | None = None  # divisor of seq-mean-token-sum-norm; default: --max-response-length
-    entropy_coeff: float = 0.0  # weight of an entropy bonus; with 0 the entropy is only logged
+    # seq-mean-token-sum-norm divides by this. The default is --max-response-length.
+    loss_scale_factor: Positive | None = None
+    entropy_coeff: float = 0.0  # This is the weight of an entropy bonus. With 0 the entropy is only logged.
     kl: KLTerms = KLTerms()
     selection: TokenSelection = TokenSelection()
 
     # --- the flags of train_grpo.py
-    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy
-    train_batch_size: AtLeast1 = 128  # prompts per step (P)
-    rollout_n: Few = 8  # responses to each prompt (G); with one response nothing is compared
-    max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
-    max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
-    ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: all of a step
-    # draw the responses of an optimizer step at random from the whole step, as TRL does, and not prompt by prompt
+    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # The policy is loaded from this Hugging Face id or folder.
+    train_batch_size: AtLeast1 = 128  # Each step takes this many prompts (P).
+    # Each prompt gets this many responses (G). With one response there is nothing to compare it with.
+    rollout_n: Few = 8
+    # A prompt has at most this many tokens. A longer one is an error unless --filter-overlong-prompts.
+    max_prompt_length: AtLeast1 = 512
+    max_response_length: AtLeast1 = 1024  # A response has at most this many tokens. A longer one is cut.
+    # Each optimizer step takes the responses to this many prompts. By default it takes all of a step.
+    ppo_mini_batch_size: AtLeast1 | None = None
+    # Draw the responses of an optimizer step at random from the whole step, as TRL does, and not prompt by prompt.
     shuffle_mini_batches: bool = False
-    ppo_epochs: Few = 1  # passes over a step's responses
-    clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
-    clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this; DAPO has 0.28
-    clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|
-    lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
-    lr_warmup_steps: Count = 0  # steps of linear warm-up
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
-    weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
-    grad_clip: Positive = 1.0  # largest global gradient norm
-    seed: Count = 0  # decides data order and sampling, together with the step
+    ppo_epochs: Few = 1  # The updates of a step pass over its responses this many times.
+    # Clip the ratio from below at 1 minus this, for tokens that are being pushed down (A < 0).
+    clip_ratio_low: NotNegative = 0.2
+    # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). DAPO has 0.28.
+    clip_ratio_high: NotNegative = 0.2
+    clip_ratio_c: Above1 = 3.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
+    # AdamW has this learning rate after warm-up. LoRA needs about ten times that of full training.
+    lr: NotNegative = 1e-6
+    lr_warmup_steps: Count = 0  # The learning rate rises linearly over this many steps.
+    # After warm-up, the learning rate stays constant, falls linearly, or falls as a cosine does.
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: NotNegative = 0.01  # This is AdamW's decoupled weight decay.
+    grad_clip: Positive = 1.0  # A gradient whose global norm is larger than this is scaled down to it.
+    seed: Count = 0  # The seed decides, together with the step, the order of the data and what is sampled.
     logging: LoggingRL = LoggingRL(
         experiment_name="grpo",
         alarms=(

@@ -50,32 +50,48 @@ from rl.sampling.responses import scores_of
 @dataclass(frozen=True)
 class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
     text_only = "the critic of train_ppo.py"  # so no row may have images
-    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the actor, and of the reference for KL
-    critic_model: str | None = None  # a reward model or a language model, by id or folder; default --model, a new head
-    train_batch_size: AtLeast1 = 512  # prompts per step (P)
-    rollout_n: Few = 1  # responses to each prompt (G); the critic says what to expect, so one is enough
-    max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
-    max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
-    ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: a quarter of --train-batch-size
-    ppo_epochs: Few = 1  # passes over a step's responses, of the critic and of the actor
-    gamma: Share = 1.0  # discount of a reward that comes one token later
-    lam: Share = 1.0  # lambda of GAE: 1 trusts the rewards (no bias), 0 the critic (little variance)
-    cliprange_value: NotNegative = 0.5  # c: a value that has moved further than this towards its return has no gradient
-    clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
-    clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this
-    clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|
-    loss_agg_mode: Literal[*losses.MEANS] = "token-mean"  # mean of both losses; Dr. GRPO: seq-mean-token-sum-norm
-    loss_scale_factor: Positive | None = None  # divisor of seq-mean-token-sum-norm; default --max-response-length
-    entropy_coeff: float = 0.0  # weight of an entropy bonus
-    lr: NotNegative = 1e-6  # of the actor's AdamW, after warm-up; LoRA wants about ten times that of full training
-    critic_lr: NotNegative = 1e-5  # of the critic's AdamW, after warm-up
-    critic_warmup: Count = 0  # first steps in which only the critic learns
-    lr_warmup_steps: Count = 0  # steps of linear warm-up, of actor and critic each
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
-    weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
-    grad_clip: Positive = 1.0  # largest global gradient norm of each model
-    critic_offload: Free[bool] = False  # keep the critic and its optimizer on the host while responses are sampled
-    seed: Count = 0  # decides data order and sampling, together with the step
+    # The actor is loaded from this Hugging Face id or folder, and so is the reference for KL terms.
+    model: str = "Qwen/Qwen2.5-1.5B-Instruct"
+    # The critic is loaded from this id or folder, which holds a reward model or a language model. The default is
+    # --model with a freshly initialized value head.
+    critic_model: str | None = None
+    # Each step takes this many prompts (P). With one response to each, PPO needs more of them than GRPO.
+    train_batch_size: AtLeast1 = 512
+    # Each prompt gets this many responses (G). The critic predicts what to expect, so one is enough.
+    rollout_n: Few = 1
+    # A prompt has at most this many tokens. A longer one is an error unless --filter-overlong-prompts.
+    max_prompt_length: AtLeast1 = 512
+    max_response_length: AtLeast1 = 1024  # A response has at most this many tokens. A longer one is cut.
+    # Each optimizer step takes the responses to this many prompts. The default is a quarter of --train-batch-size.
+    ppo_mini_batch_size: AtLeast1 | None = None
+    ppo_epochs: Few = 1  # The updates of a step, of critic and actor, pass over its responses this many times.
+    gamma: Share = 1.0  # A reward that comes one token later is multiplied by this discount.
+    # This is lambda of GAE. With 1 it trusts the rewards (no bias), with 0 the critic (little variance).
+    lam: Share = 1.0
+    # The critic stops moving a value that has moved this far towards its return in a step (c).
+    cliprange_value: NotNegative = 0.5
+    # Clip the ratio from below at 1 minus this, for tokens that are being pushed down (A < 0).
+    clip_ratio_low: NotNegative = 0.2
+    # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0).
+    clip_ratio_high: NotNegative = 0.2
+    clip_ratio_c: Above1 = 3.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
+    # token-mean is the mean of both losses over all tokens (DAPO). The others are means over responses: of the sums of
+    # their tokens, of the means of their tokens, or of the sums divided by --loss-scale-factor (Dr. GRPO).
+    loss_agg_mode: Literal[*losses.MEANS] = "token-mean"
+    # seq-mean-token-sum-norm divides by this. The default is --max-response-length.
+    loss_scale_factor: Positive | None = None
+    entropy_coeff: float = 0.0  # This is the weight of an entropy bonus.
+    # The actor's AdamW has this learning rate after warm-up. LoRA needs about ten times that of full training.
+    lr: NotNegative = 1e-6
+    critic_lr: NotNegative = 1e-5  # The critic's AdamW has this learning rate after warm-up.
+    critic_warmup: Count = 0  # Only the critic learns in the first steps, of which there are this many.
+    lr_warmup_steps: Count = 0  # The learning rates of actor and critic rise linearly over this many steps.
+    # After warm-up, the learning rates stay constant, fall linearly, or fall as a cosine does.
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: NotNegative = 0.01  # This is AdamW's decoupled weight decay.
+    grad_clip: Positive = 1.0  # A gradient of either model whose global norm is larger than this is scaled down to it.
+    critic_offload: Free[bool] = False  # Keep the critic and its optimizer on the host while responses are sampled.
+    seed: Count = 0  # The seed decides, together with the step, the order of the data and what is sampled.
     kl: KLTerms = KLTerms()
     logging: LoggingRL = LoggingRL(
         experiment_name="ppo",

@@ -49,37 +49,47 @@ from rl.sampling.responses import scores_of
 @dataclass(frozen=True)
 class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
     text_only = "the reward model of train_prime.py"  # so no row may have images
-    prm_model: str | None = None  # the PRM before training, which is also its reference; default: that of --model
-    prm_lr: NotNegative = 1e-6  # of the PRM's AdamW, after warm-up
-    prm_offload: Free[bool] = False  # keep the PRM and its AdamW in host memory while the engine generates
-    prime_beta: Positive = 0.05  # factor of q
-    prime_update: Literal["before", "after"] = "before"  # train the PRM before its rewards are used, or after
-    prime_norm: Literal["batch_norm", "none"] = "batch_norm"  # divide token rewards by their largest sum to the end
-    reward_dpo_coef: NotNegative = 5.0  # weight of the token rewards
-    reward_gt_coef: NotNegative = 5.0  # weight of the outcome
-    gen_batch_size: AtLeast1 | None = None  # prompts sampled a step, of which P are learned from; default: P
-    accuracy_lower_bound: Share = 0.2  # prompts with a lower mean accuracy are learned from only if others run out
-    accuracy_upper_bound: Share = 0.8  # so are prompts with a higher one
-    filter_truncate: bool = False  # so are prompts with a response that was cut
+    # The PRM is loaded from this id or folder, and so is its reference. The default is --model.
+    prm_model: str | None = None
+    prm_lr: NotNegative = 1e-6  # The PRM's AdamW has this learning rate after warm-up.
+    prm_offload: Free[bool] = False  # Keep the PRM and its AdamW in host memory while the engine generates.
+    prime_beta: Positive = 0.05  # The log-ratio q is multiplied by this.
+    prime_update: Literal["before", "after"] = "before"  # Train the PRM before its rewards are used, or after that.
+    # batch_norm divides token rewards by the largest of their sums to the end. none leaves them as they are.
+    prime_norm: Literal["batch_norm", "none"] = "batch_norm"
+    reward_dpo_coef: NotNegative = 5.0  # This is the weight of the token rewards.
+    reward_gt_coef: NotNegative = 5.0  # This is the weight of the outcome.
+    # Each step samples responses to this many prompts, and learns from P of them. The default is P.
+    gen_batch_size: AtLeast1 | None = None
+    accuracy_lower_bound: Share = 0.2  # Prompts with a lower mean accuracy are learned from only if others run out.
+    accuracy_upper_bound: Share = 0.8  # Prompts with a higher mean accuracy are learned from only if others run out.
+    filter_truncate: bool = False  # Prompts with a response that was cut are learned from only if others run out.
 
     # --- what follows is as in train_grpo.py
-    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy
-    train_batch_size: AtLeast1 = 128  # prompts per step (P)
-    rollout_n: Few = 8  # responses to each prompt (G); each is compared with the others, so at least 2
-    max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
-    max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
-    ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: all of a step
-    ppo_epochs: Few = 1  # passes of the policy over a step's responses
-    clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
-    clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this; DAPO has 0.28
-    clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|
-    entropy_coeff: float = 0.001  # weight of an entropy bonus; with 0 the entropy is only logged
-    lr: NotNegative = 1e-6  # of the policy's AdamW, after warm-up; LoRA wants about ten times that of full training
-    lr_warmup_steps: Count = 0  # steps of linear warm-up
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
-    weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
-    grad_clip: Positive = 1.0  # largest global gradient norm
-    seed: Count = 0  # decides data order and sampling, together with the step
+    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # The policy is loaded from this Hugging Face id or folder.
+    train_batch_size: AtLeast1 = 128  # Each step takes this many prompts (P).
+    # Each prompt gets this many responses (G). Each is compared with the others, so it is at least 2.
+    rollout_n: Few = 8
+    # A prompt has at most this many tokens. A longer one is an error unless --filter-overlong-prompts.
+    max_prompt_length: AtLeast1 = 512
+    max_response_length: AtLeast1 = 1024  # A response has at most this many tokens. A longer one is cut.
+    # Each optimizer step takes the responses to this many prompts. By default it takes all of a step.
+    ppo_mini_batch_size: AtLeast1 | None = None
+    ppo_epochs: Few = 1  # The policy's updates of a step pass over its responses this many times.
+    # Clip the ratio from below at 1 minus this, for tokens that are being pushed down (A < 0).
+    clip_ratio_low: NotNegative = 0.2
+    # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). DAPO has 0.28.
+    clip_ratio_high: NotNegative = 0.2
+    clip_ratio_c: Above1 = 3.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
+    entropy_coeff: float = 0.001  # This is the weight of an entropy bonus. With 0 the entropy is only logged.
+    # The policy's AdamW has this learning rate after warm-up. LoRA needs about ten times that of full training.
+    lr: NotNegative = 1e-6
+    lr_warmup_steps: Count = 0  # The learning rate rises linearly over this many steps.
+    # After warm-up, the learning rate stays constant, falls linearly, or falls as a cosine does.
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: NotNegative = 0.01  # This is AdamW's decoupled weight decay.
+    grad_clip: Positive = 1.0  # A gradient whose global norm is larger than this is scaled down to it.
+    seed: Count = 0  # The seed decides, together with the step, the order of the data and what is sampled.
     logging: LoggingRL = LoggingRL(
         experiment_name="prime",
         alarms=(

@@ -51,28 +51,38 @@ from rl.sampling.sampler import Sampler
 
 @dataclass(frozen=True)
 class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
-    # what returns are compared with: the mean of the step, a greedy response, or other responses to the prompt
+    # Returns are compared with the mean of the step, with a greedy response, or with other responses to the prompt.
     adv_estimator: Literal["reinforce_plus_plus", "remax", "optimal_token_baseline"] = "reinforce_plus_plus"
-    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy, and of the reference for KL
-    train_batch_size: AtLeast1 = 512  # prompts per step (P)
-    rollout_n: Few = 1  # responses to each prompt (G), besides the greedy one of remax
-    max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
-    max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
-    ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: all of a step
-    ppo_epochs: Few = 1  # passes over a step's responses
-    gamma: Share = 1.0  # discount of a reward that comes one token later
-    clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
-    clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this
-    clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|
-    loss_agg_mode: Literal[*losses.MEANS] = "token-mean"  # mean of the losses; Dr. GRPO: seq-mean-token-sum-norm
-    loss_scale_factor: Positive | None = None  # divisor of seq-mean-token-sum-norm; default --max-response-length
-    entropy_coeff: float = 0.0  # weight of an entropy bonus
-    lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
-    lr_warmup_steps: Count = 0  # steps of linear warm-up
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
-    weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
-    grad_clip: Positive = 1.0  # largest global gradient norm
-    seed: Count = 0  # decides data order and sampling, together with the step
+    # The policy is loaded from this Hugging Face id or folder, and so is the reference for KL terms.
+    model: str = "Qwen/Qwen2.5-1.5B-Instruct"
+    train_batch_size: AtLeast1 = 512  # Each step takes this many prompts (P).
+    rollout_n: Few = 1  # Each prompt gets this many responses (G), besides the greedy one of remax.
+    # A prompt has at most this many tokens. A longer one is an error unless --filter-overlong-prompts.
+    max_prompt_length: AtLeast1 = 512
+    max_response_length: AtLeast1 = 1024  # A response has at most this many tokens. A longer one is cut.
+    # Each optimizer step takes the responses to this many prompts. By default it takes all of a step.
+    ppo_mini_batch_size: AtLeast1 | None = None
+    ppo_epochs: Few = 1  # The updates of a step pass over its responses this many times.
+    gamma: Share = 1.0  # A reward that comes one token later is multiplied by this discount.
+    # Clip the ratio from below at 1 minus this, for tokens that are being pushed down (A < 0).
+    clip_ratio_low: NotNegative = 0.2
+    # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0).
+    clip_ratio_high: NotNegative = 0.2
+    clip_ratio_c: Above1 = 3.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
+    # token-mean is the mean over all tokens (DAPO). The others are means over responses: of the sums of their tokens,
+    # of the means of their tokens (paper of GRPO), or of the sums divided by --loss-scale-factor (Dr. GRPO).
+    loss_agg_mode: Literal[*losses.MEANS] = "token-mean"
+    # seq-mean-token-sum-norm divides by this. The default is --max-response-length.
+    loss_scale_factor: Positive | None = None
+    entropy_coeff: float = 0.0  # This is the weight of an entropy bonus.
+    # AdamW has this learning rate after warm-up. LoRA needs about ten times that of full training.
+    lr: NotNegative = 1e-6
+    lr_warmup_steps: Count = 0  # The learning rate rises linearly over this many steps.
+    # After warm-up, the learning rate stays constant, falls linearly, or falls as a cosine does.
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: NotNegative = 0.01  # This is AdamW's decoupled weight decay.
+    grad_clip: Positive = 1.0  # A gradient whose global norm is larger than this is scaled down to it.
+    seed: Count = 0  # The seed decides, together with the step, the order of the data and what is sampled.
     kl: KLTerms = KLTerms(use_kl_in_reward=True)
     logging: LoggingRL = LoggingRL(
         experiment_name="reinforce",

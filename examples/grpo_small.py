@@ -52,17 +52,23 @@ from rl.sampling.groups import sample_groups  # noqa: E402
 
 @dataclass(frozen=True)
 class Args:
-    model: str = "runs/demo/sft/global_step_450/huggingface"  # folder or Hugging Face id of the model that learns
-    train_files: tuple[str, ...] = ("runs/demo/data/train.parquet",)  # files of prompts and their right answers
-    output_dir: str = "runs/grpo_small"  # folder for the trained model, which eval.py can read
-    total_training_steps: AtLeast1 = 60  # number of steps; each of them samples responses and learns from these
-    train_batch_size: AtLeast1 = 32  # prompts per step (P)
-    rollout_n: AtLeast1 = 8  # responses to each prompt (G); at least 2, since they are compared with each other
-    max_response_length: AtLeast1 = 40  # tokens; a longer response is cut
-    ppo_epochs: AtLeast1 = 1  # optimizer steps per step; each of them learns from all responses of the step
-    micro_batch_size: AtLeast1 = 64  # responses in memory at a time (b); it changes results only by rounding
-    lr: NotNegative = 1e-4  # learning rate of AdamW
-    seed: Count = 0  # decides the prompts of each step and what is sampled
+    # The policy is loaded from this folder or Hugging Face id.
+    model: str = "runs/demo/sft/global_step_450/huggingface"
+    # These files have prompts and their right answers.
+    train_files: tuple[str, ...] = ("runs/demo/data/train.parquet",)
+    output_dir: str = "runs/grpo_small"  # The trained model is saved in this folder, from which eval.py can read it.
+    # This is the number of steps. Each of them samples responses and learns from these.
+    total_training_steps: AtLeast1 = 60
+    train_batch_size: AtLeast1 = 32  # Each step takes this many prompts (P).
+    # Each prompt gets this many responses (G). They are compared with each other, so it is at least 2.
+    rollout_n: AtLeast1 = 8
+    max_response_length: AtLeast1 = 40  # A response has at most this many tokens. A longer one is cut.
+    # Each step makes this many optimizer steps. Each of them learns from all responses of the step.
+    ppo_epochs: AtLeast1 = 1
+    # This many responses are in memory at a time (b). It changes results only by rounding.
+    micro_batch_size: AtLeast1 = 64
+    lr: NotNegative = 1e-4  # AdamW has this learning rate.
+    seed: Count = 0  # The seed decides the prompts of each step and what is sampled.
 
 
 def token_log_probs(policy: PreTrainedModel, samples: list[Sample]) -> tuple[Tensor, Tensor]:

@@ -29,16 +29,18 @@ PARTNER = Needs("environment", "tools")
 
 @dataclass(frozen=True)
 class EnvironmentFlags:
-    """environment: what answers the policy, turn by turn"""
+    """These flags decide what answers the policy, turn by turn."""
 
-    environment: str | None = None  # file.py[:Class], by default Environment; docs/environments.md has the contract
-    # tools that the policy may call: file.py[:function], all of the file by default, or the URL of an MCP server
+    # The class file.py[:Class], by default Environment, answers the policy. docs/environments.md has its contract.
+    environment: str | None = None
+    # The policy may call these tools. Each is file.py[:function], by default all functions of the file, or the URL of
+    # an MCP server.
     tools: tuple[str, ...] = ()
-    # of the policy in one conversation; all of it has --max-response-length tokens
+    # The policy has at most this many turns in a conversation. All of it has --max-response-length tokens.
     max_turns: Annotated[AtLeast1, PARTNER] = 8
-    # seconds for one answer; then the conversation ends without a score
+    # One answer may take this many seconds. Then the conversation ends without a score.
     environment_timeout: Free[Annotated[Seconds, PARTNER]] = 60.0
-    # characters of a tool's result; more are cut, with a mark
+    # A tool's result has at most this many characters. A longer one is cut, with a mark.
     max_tool_response_length: Annotated[AtLeast1, PARTNER] = 4096
 
 

@@ -14,21 +14,25 @@ from rl.flags import Needs, NotNegative, Positive
 
 @dataclass(frozen=True)
 class Correction:
-    """rollout correction: the policy that sampled is not quite the one that learns"""
+    """The policy that sampled is not quite the one that learns. These flags correct for that."""
 
-    # weigh tokens by the ratio of trainer to engine, truncated (TIS); default none; --rollout-quantization and
-    # --partial-rollouts ask for one
+    # Multiply the loss of a token by a truncated ratio of trainer to engine (TIS). None acts as none, except that
+    # --rollout-quantization and --partial-rollouts then ask for a choice. none multiplies by nothing, token by the
+    # ratio of the token, and sequence by that of its response.
     rollout_is: Literal["none", "token", "sequence"] | None = None
-    rollout_is_threshold: Annotated[Positive, Needs("rollout_is")] = 2.0  # largest weight
-    rollout_is_threshold_lower: Annotated[NotNegative, Needs("rollout_is")] = 0.0  # smallest weight
-    # leave out tokens, or responses, whose ratio of trainer to engine is beyond the two bounds below (IcePop, MIS);
-    # veto: responses that have one such token
+    rollout_is_threshold: Annotated[Positive, Needs("rollout_is")] = 2.0  # A larger ratio counts as this.
+    rollout_is_threshold_lower: Annotated[NotNegative, Needs("rollout_is")] = 0.0  # A smaller ratio counts as this.
+    # Leave out what has a ratio of trainer to engine beyond the two bounds below (IcePop, MIS). none leaves out
+    # nothing, token leaves out tokens, sequence and geometric leave out responses by the product or the geometric mean
+    # of their ratios, and veto leaves out responses with one such token.
     rollout_mask: Literal["none", "token", "sequence", "geometric", "veto"] = "none"
-    rollout_mask_threshold: Annotated[Positive, Needs("rollout_mask")] = 2.0  # largest ratio that is kept
-    rollout_mask_threshold_lower: Annotated[NotNegative, Needs("rollout_mask")] = 0.5  # smallest ratio that is kept
-    # leave out responses with a negative advantage that have become less likely by more than this, in nats a token
+    rollout_mask_threshold: Annotated[Positive, Needs("rollout_mask")] = 2.0  # This is the largest ratio that is kept.
+    # This is the smallest ratio that is kept.
+    rollout_mask_threshold_lower: Annotated[NotNegative, Needs("rollout_mask")] = 0.5
+    # Leave out responses with a negative advantage that have become less likely by more than this, in nats per token.
     off_policy_mask_threshold: Positive | None = None
-    # leave out tokens whose probability by the policy that learns and by the engine differ by more than this (IPO)
+    # Leave out tokens whose probability by the policy that learns differs by more than this from that by the engine
+    # (IPO).
     probability_mask_threshold: Positive | None = None
 
     def check(self, flags: Mapping[str, Any]) -> None:

@@ -16,15 +16,17 @@ Url = Annotated[str, Limit("an address that begins with http:// or https://", re
 
 @dataclass(frozen=True)
 class Teacher:
-    """the teacher: a model on these GPUs, or one behind a server"""
+    """The teacher is a model on these GPUs, or one behind a server."""
 
-    teacher_model: str = "Qwen/Qwen2.5-7B-Instruct"  # id or folder of the teacher, or its name at --teacher-url
-    # vLLM's OpenAI-compatible server of the teacher; default: it is loaded and sharded over these ranks
+    # This is the id or folder of the teacher, or its name at --teacher-url.
+    teacher_model: str = "Qwen/Qwen2.5-7B-Instruct"
+    # The teacher is behind vLLM's OpenAI-compatible server at this address. By default it is loaded and sharded over
+    # these ranks.
     teacher_url: Free[Url | None] = None
-    # seconds for one try of a request to that server, from connecting to the last byte. There are up to five; after
-    # twice as many seconds the run ends
+    # One try of a request to that server may take this many seconds, from connecting to the last byte. There are up to
+    # five tries. After twice as many seconds the run ends.
     teacher_timeout: Free[Annotated[Seconds, Needs("teacher_url")]] = 600.0
-    teacher_offload: Free[bool] = False  # keep a loaded teacher's weights in host memory while it is not asked
+    teacher_offload: Free[bool] = False  # Keep the weights of a loaded teacher in host memory while it is not asked.
 
     @property
     def text_only(self) -> str | None:

@@ -16,11 +16,13 @@ from rl.flags import AtLeast1, Needs
 
 @dataclass(frozen=True)
 class RewardModelFlags:
-    """a reward model"""
+    """A reward model scores responses."""
 
-    reward_model: str | None = None  # a model of train_reward.py, by id or folder; its score joins the sum
-    reward_model_coef: Annotated[float, Needs("reward_model")] = 1.0  # weight of that score
-    # tokens of prompt and response in the reward model's own template; longer ones are truncated on the left
+    # A model that train_reward.py has trained, given by id or folder, also scores. Its score joins the sum.
+    reward_model: str | None = None
+    reward_model_coef: Annotated[float, Needs("reward_model")] = 1.0  # This is the weight of that score.
+    # Prompt and response have at most this many tokens in the reward model's own template. Longer ones are truncated on
+    # the left.
     reward_model_max_length: Annotated[AtLeast1, Needs("reward_model")] = 4096
 
     @property

@@ -12,19 +12,24 @@ from rl.flags import AtLeast1, NotNegative, Positive
 
 @dataclass(frozen=True)
 class KLTerms:
-    """KL terms: they keep the policy near the reference, which is --model before training"""
+    """KL terms keep the policy near the reference, which is --model before training."""
 
-    use_kl_in_reward: bool = False  # subtract kl_coef * KL(policy, reference) from the reward
-    kl_coef: NotNegative = 0.001  # weight of that KL; with --kl-ctrl-type adaptive its first value
-    kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"  # estimator of that KL, per token
-    kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"  # adaptive: steer kl_coef towards --kl-target
-    kl_target: Positive = 0.1  # KL per token that the adaptive controller aims at
-    kl_horizon: AtLeast1 = 10_000  # responses; the larger, the slower kl_coef changes
-    use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss
-    kl_loss_coef: NotNegative = 0.001  # weight of that KL term
-    # estimator of that KL; k1+ and k3+ have the value of k1 and k3 and the gradient of k2
+    use_kl_in_reward: bool = False  # Subtract kl_coef * KL(policy, reference) from the reward.
+    kl_coef: NotNegative = 0.001  # This is the weight of that KL. With --kl-ctrl-type adaptive it is the first one.
+    # With d = logp - ref_logp of a token, that KL is estimated as d (k1), d^2 / 2 (k2), exp(-d) - 1 + d (k3 and
+    # low_var_kl), or |d| (abs).
+    kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"
+    # fixed leaves kl_coef as it is. adaptive steers it so that the KL approaches --kl-target.
+    kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"
+    kl_target: Positive = 0.1  # The adaptive controller aims at this KL per token.
+    kl_horizon: AtLeast1 = 10_000  # This is a number of responses. The larger it is, the slower kl_coef changes.
+    use_kl_loss: bool = False  # Add kl_loss_coef * KL(policy, reference) to the loss.
+    kl_loss_coef: NotNegative = 0.001  # This is the weight of that KL term.
+    # That KL is estimated as --kl-penalty explains for k1 to abs. k1+ and k3+ have the value of k1 and k3, and the
+    # gradient of k2. unbiased also has the right gradient for tokens that an older policy sampled.
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+", "unbiased"] = "k3"
-    ref_update_steps: AtLeast1 | None = None  # make the policy the new reference every so many steps; default: never
+    # Make the policy the new reference at this interval, in steps. The default is never.
+    ref_update_steps: AtLeast1 | None = None
 
     @property
     def is_used(self) -> bool:

@@ -15,18 +15,19 @@ ALL = "all-linear"
 
 @dataclass(frozen=True)
 class LoRA:
-    """what learns: with LoRA small matrices beside frozen weights"""
+    """These flags decide what learns. With LoRA, small matrices learn beside frozen weights."""
 
-    lora_rank: FewOr0 = 0  # train adapters of this rank, with about ten times the learning rates; 0: train all weights
-    # what adapters add to a layer is multiplied by --lora-alpha / --lora-rank
+    lora_rank: FewOr0 = 0  # Train adapters of this rank, with about ten times the learning rate. 0 trains all weights.
+    # What adapters add to a layer is multiplied by --lora-alpha / --lora-rank.
     lora_alpha: Annotated[AtLeast1, Needs("lora_rank")] = 32
-    # linear layers that get adapters, by the ends of their names, such as q_proj v_proj; all-linear: all but the head
+    # Linear layers whose names end like this get adapters, such as q_proj v_proj. all-linear means all except for the
+    # head.
     target_modules: Annotated[tuple[str, ...], Needs("lora_rank")] = (ALL,)
-    lora_experts: Annotated[bool, Needs("lora_rank")] = False  # mixtures of experts: adapters for each expert too
-    # mixtures of experts: weight of the loss that evens out what experts have to do, whose gradient `token_logprobs`
-    # adds; also without LoRA
+    lora_experts: Annotated[bool, Needs("lora_rank")] = False  # In a mixture of experts, each expert gets adapters too.
+    # This is the weight of the load-balancing loss of a mixture of experts, whose experts get about equally much to do.
+    # It works without LoRA too.
     router_aux_loss_coef: NotNegative = 0.0
-    freeze_vision_tower: bool = True  # what a model sees images with stays as it is; also without LoRA
+    freeze_vision_tower: bool = True  # Do not train what a model sees images with. This works without LoRA too.
 
     def check(self, flags: Mapping[str, Any]) -> None:
         """Raise ValueError if other flags of the run, which are in `flags` by name, exclude adapters."""

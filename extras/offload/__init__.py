@@ -14,11 +14,12 @@ NO_OFFLOAD = {"optimizer_offload": False, "param_offload": False}  # "auto" wher
 
 @dataclass(frozen=True)
 class OffloadFlags:
-    """offloading: what is kept in host memory"""
+    """These flags decide what is kept in host memory."""
 
-    # keep AdamW's moments in host memory; in its step they pass through the GPU, those of one parameter at a time
+    # Keep AdamW's moments in host memory. During its step they pass through the GPU, those of one parameter at a time.
     optimizer_offload: Free[Switch] = "auto"
-    # keep weights, gradients and moments in host memory: layers come to the GPU to compute, AdamW steps on the host
+    # Keep weights, gradients and moments in host memory. Layers come to the GPU to compute, and AdamW steps on the
+    # host.
     param_offload: Free[Switch] = "auto"
 
     @property

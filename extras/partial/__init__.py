@@ -14,10 +14,10 @@ from rl.flags import Limit
 
 @dataclass(frozen=True)
 class PartialRollouts:
-    """decoding: how responses are sampled while training"""
+    """These flags decide how responses are sampled while training."""
 
-    # sample so many more groups than a step needs, as a share of these, and do not wait for the longest responses: they
-    # go on in the next step, with its weights; 0 waits
+    # Sample more groups than a step needs, by this share, and do not wait for the longest responses. They go on in the
+    # next step, with its weights. With 0 the step waits for all.
     partial_rollouts: Annotated[float, Limit("at least 0 and at most 100", lambda x: 0 <= x <= 100)] = 0.0
 
     def check(self, flags: Mapping[str, Any]) -> None:

@@ -18,12 +18,15 @@ USUAL_TOKENS = 16384  # of a micro-batch
 
 @dataclass(frozen=True)
 class PlanFlags:
-    """plan: what a run will take, computed without a GPU"""
+    """These flags print what a run will take. That needs no GPU."""
 
-    # print what the run takes on these GPUs, such as h100x8, and exit; with nothing behind it on those of this machine
+    # Print what the run takes on these GPUs, such as h100x8, and exit. Without a value, --plan takes those of this
+    # machine.
     plan: Free[tuple[str, ...] | None] = None
-    plan_response_length: Free[Positive | None] = None  # tokens of a response on average; default: the longest
-    plan_host_memory: Free[Positive | None] = None  # GiB of host memory of one machine; default: what is usual
+    # The plan assumes that a response has this many tokens on average. The default is the longest.
+    plan_response_length: Free[Positive | None] = None
+    # The plan assumes that a machine has this many GiB of host memory. The default is what is usual.
+    plan_host_memory: Free[Positive | None] = None
 
 
 @dataclass(frozen=True)

@@ -26,21 +26,25 @@ ProcessesOr0 = Annotated[int, Limit("at least 0 and at most 1024", lambda x: 0 <
 
 @dataclass(frozen=True)
 class SamplerFlags:
-    """samplers: processes of their own, which sample while the trainers train"""
+    """Samplers are processes of their own, which sample while the trainers train."""
 
     text_only = "a sampler of train_async.py"  # what reads no images; not a flag
 
-    samplers: Free[ProcessesOr0] = 1  # that this run starts on its first machine; others may join at any time
-    # GPUs of these samplers, as CUDA_VISIBLE_DEVICES names them; default: those that no trainer uses
+    # The run starts this many samplers on its first machine. Others may join at any time.
+    samplers: Free[ProcessesOr0] = 1
+    # These are the GPUs of these samplers, as CUDA_VISIBLE_DEVICES names them. The default is those that no trainer
+    # uses.
     sampler_devices: Free[Annotated[tuple[str, ...] | None, Needs("samplers")]] = None
-    max_staleness: FewOr0 = 1  # versions of weights that a token may be older than those that train on it (S)
-    # where rank 0 listens; tcp://0.0.0.0:5555 lets other machines in
+    max_staleness: FewOr0 = 1  # A token may be this many versions older than the weights that train on it (S).
+    # Rank 0 listens at this address. tcp://0.0.0.0:5555 lets other machines in.
     sampler_address: Free[Address] = "tcp://127.0.0.1:*"
-    # seconds without a word after which a sampler is lost; a run without any for so long ends
+    # A sampler that says nothing for this many seconds is lost. A run without any sampler for as long ends.
     sampler_timeout: Free[Annotated[float, Limit("at least 5 and at most 1e9", lambda x: SILENT_S <= x <= 1e9)]] = 60.0
-    # how samplers get weights: from a file; over the network by gloo (TCP), or by NCCL if each has a GPU of its own
+    # Samplers get weights from a file on the host, over the network by gloo (TCP), or by NCCL if each has a GPU of its
+    # own.
     weights_transfer: Free[Literal["host", "gloo", "nccl"]] = "host"
-    # folder for that file, which all machines see; default: shared memory, for samplers on the first machine
+    # The file of weights is in this folder, which all machines see. The default is shared memory, for samplers on the
+    # first machine.
     weights_dir: Free[str | None] = None
 
     def check(self, flags: Mapping[str, Any]) -> None:

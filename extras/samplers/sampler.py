@@ -43,10 +43,11 @@ GROUPS_OF_A_REPORT = 16  # so that a message does not become too large
 class Args:
     """Samples for a run of train_async.py, which says where, and with which token, when it starts."""
 
-    connect: str = "tcp://127.0.0.1:5555"  # address of the run
-    # from `sampler_token` in the run's folder; default: $GLASSRL_SAMPLER_TOKEN, which other users do not see
+    connect: str = "tcp://127.0.0.1:5555"  # This is the address of the run.
+    # This is the content of `sampler_token` in the run's folder. The default is $GLASSRL_SAMPLER_TOKEN, which other
+    # users do not see.
     token: str = ""
-    patience: Seconds = 600.0  # seconds to wait for a run that does not answer yet
+    patience: Seconds = 600.0  # Wait this many seconds for a run that does not answer yet.
 
 
 class Sampler:

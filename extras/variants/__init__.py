@@ -19,14 +19,16 @@ RULES = ("clip_cov", "kl_cov")  # the losses that treat chosen tokens differentl
 
 @dataclass(frozen=True)
 class TokenSelection:
-    """token selection: which tokens to learn from, and which the loss treats differently"""
+    """These flags decide which tokens to learn from, and which ones the loss treats differently."""
 
-    top_entropy_quantile: PositiveShare = 1.0  # learn from the share of tokens with the largest entropy, such as 0.2
-    clip_cov_ratio: PositiveShare = 0.0002  # of clip_cov: share of a mini-batch's tokens that is left out
-    clip_cov_lb: float = 1.0  # of clip_cov: they are drawn among those with a covariance above this
-    clip_cov_ub: float = 5.0  # of clip_cov: and with one below this
-    kl_cov_ratio: PositiveShare = 0.0002  # of kl_cov: share of a mini-batch's tokens, those of the largest covariance
-    ppo_kl_coef: NotNegative = 1.0  # of kl_cov: weight of the KL term that the chosen tokens get
+    # Learn only from this share of the tokens, those with the largest entropy. A usual share is 0.2.
+    top_entropy_quantile: PositiveShare = 1.0
+    clip_cov_ratio: PositiveShare = 0.0002  # clip_cov only: this share of a mini-batch's tokens is left out.
+    clip_cov_lb: float = 1.0  # clip_cov only: they are drawn among tokens with a covariance above this.
+    clip_cov_ub: float = 5.0  # clip_cov only: they are drawn among tokens with a covariance below this.
+    # kl_cov only: this share of a mini-batch's tokens, those with the largest covariance, gets a KL term.
+    kl_cov_ratio: PositiveShare = 0.0002
+    ppo_kl_coef: NotNegative = 1.0  # kl_cov only: that KL term has this weight.
 
 
 def shuffled(num_rows: int, seed: int) -> list[int]:

@@ -7,23 +7,25 @@ from rl.flags import AtLeast1, Free
 
 @dataclass(frozen=True)
 class Texts:
-    """how the rows of the data become tokens"""
+    """These flags decide how the rows of the data become tokens."""
 
-    # JSON object with more arguments for the chat template, such as '{"enable_thinking": false}'
+    # This JSON object has more arguments for the chat template, such as '{"enable_thinking": false}'.
     apply_chat_template_kwargs: str = "{}"
-    # take rows with text that is not among their tokens, such as earlier thoughts, which some templates drop
+    # Take rows with text that is not among their tokens, such as earlier thoughts, which some templates drop.
     allow_dropped_text: Free[bool] = False
 
 
 @dataclass(frozen=True)
 class Files(Texts):
-    """data and length of the run"""
+    """These flags choose the data and the length of the run."""
 
-    # parquet or jsonl; docs/rewards.md has verl's schema for RL, and the pages of sft.py and train_reward.py theirs
+    # These are parquet or jsonl files. docs/rewards.md has verl's schema for RL, and the pages of sft.py and
+    # train_reward.py have theirs.
     train_files: Free[tuple[str, ...]] = ("data/gsm8k/train.parquet",)
-    val_files: Free[tuple[str, ...]] = ("data/gsm8k/test.parquet",)  # held-out files, same schema
-    total_epochs: Free[AtLeast1] = 1  # passes over the training files
-    total_training_steps: Free[AtLeast1 | None] = None  # overrides --total-epochs
+    # These files are held out. Their schema is the same.
+    val_files: Free[tuple[str, ...]] = ("data/gsm8k/test.parquet",)
+    total_epochs: Free[AtLeast1] = 1  # The run passes over the training files this many times.
+    total_training_steps: Free[AtLeast1 | None] = None  # The run makes this many steps, whatever --total-epochs says.
 
     def count_steps(self, num_rows: int, batch_size: int, *, flag: str = "--train-batch-size") -> int:
         """Training steps of a run: --total-training-steps, or the whole batches of --total-epochs passes over the rows.
@@ -36,6 +38,6 @@ class Files(Texts):
 
 @dataclass(frozen=True)
 class Data(Files):
-    """data and length of the run"""
+    """These flags choose the data and the length of the run."""
 
-    filter_overlong_prompts: bool = False  # drop prompts longer than --max-prompt-length
+    filter_overlong_prompts: bool = False  # Drop prompts that are longer than --max-prompt-length.

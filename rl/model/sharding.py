@@ -45,13 +45,15 @@ CODE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # environment: where torch keeps what i
 
 @dataclass(frozen=True)
 class Memory:
-    """memory and speed: the numbers stay the same, up to rounding"""
+    """These flags change memory and speed. The numbers stay the same, up to rounding."""
 
-    # what the backward pass recomputes: all of a layer, or all but matrix products and attention, or nothing
+    # auto takes the first of the following that fits. The backward pass recomputes nothing (none), all of a layer
+    # except for matrix products and attention (selective), or all of a layer (full).
     activation_checkpointing: Free[Literal["auto", "none", "selective", "full"]] = "auto"
-    # ranks that share one copy of the model, such as the GPUs of a machine; by default all
+    # This many ranks share one copy of the model, such as the GPUs of a machine. By default all ranks do.
     fsdp_size: Free[AtLeast1 | None] = None
-    compile: Free[Switch] = "auto"  # torch.compile the layers and the head on a GPU: pays in a run that is long enough
+    # Compile the layers and the head with torch.compile on a GPU. auto does it if the run is long enough to pay.
+    compile: Free[Switch] = "auto"
 
     # Where weights and gradients live if that is not the device: with a `policy` for FSDP2, and a method `take(model,
     # device)` that makes a sharded model ready. See extras/offload.

@@ -32,31 +32,33 @@ from rl.scoring.flags import BY_DATA_SOURCE, Scoring
 
 @dataclass(frozen=True)
 class MemoryRL(OffloadFlags, Memory):
-    """memory and speed: the numbers stay the same, up to rounding"""
+    """These flags change memory and speed. The numbers stay the same, up to rounding."""
 
-    # tokens of a micro-batch, where a prompt that responses share counts once
+    # A micro-batch has at most this many tokens. A prompt that responses share counts once.
     ppo_max_token_len_per_gpu: Free[Auto[AtLeast1]] = "auto"
 
 
 @dataclass(frozen=True)
 class DecodingRL(PartialRollouts, Decoding):
-    """decoding: how responses are sampled while training"""
+    """These flags decide how responses are sampled while training."""
 
 
 @dataclass(frozen=True)
 class RewardFunctions:
-    """functions that score a response"""
+    """These functions score a response."""
 
-    # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info).
-    # Default: rewards/by_data_source.py; no function if there is a --reward-model
+    # These functions, file.py[:function[:weight]] ..., score responses, and their scores are summed. Their signature is
+    # verl's (data_source, solution_str, ground_truth, extra_info). The default is rewards/by_data_source.py, or no
+    # function if there is a --reward-model.
     custom_reward_function: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Rewards(RewardModelFlags, RewardFunctions):
-    """reward: what scores a response"""
+    """These flags decide what scores a response."""
 
-    reward_max_error_frac: Free[Share] = 0.05  # stop the run if more of a step's responses raise or time out
+    # Stop the run if the reward raises or times out for a larger share than this of a step's responses.
+    reward_max_error_frac: Free[Share] = 0.05
 
     @property
     def functions(self) -> tuple[str, ...]:

@@ -26,13 +26,13 @@ def with_values(words: Sequence[str], switches: set[str]) -> list[str]:
     return result
 
 
-def parse(cls: type[T], description: str | None, *, hint: str = "") -> T:
+def parse(cls: type[T], doc: str | None, *, hint: str = "") -> T:
     """The Args of a script from its command line. Under torchrun, this process dies with the launcher from here on.
 
-    What a script leaves behind is its folder, so a closed or full stdout does not change its exit code. `hint` is
-    printed after the error if the command line has a flag that the script does not have, or a value that is none. With
-    --plan the process ends here, see extras/plan/. From here on a mistake of the user ends the script with one
-    sentence, see `rl.mistakes.explain`.
+    --help begins with `doc`. `hint` is printed after the error if the command line has a flag that the script does not
+    have, or a value that the flag cannot have. With --plan the process ends here, see extras/plan/. From here on a
+    mistake of the user ends the script with one sentence, see `rl.mistakes.explain`. What a script leaves behind is its
+    folder, so a closed or full stdout does not change its exit code.
     """
     die_with_launcher()
     sys.excepthook = lambda *error: importlib.import_module("rl.mistakes").explain(*error)
@@ -40,9 +40,9 @@ def parse(cls: type[T], description: str | None, *, hint: str = "") -> T:
         outlive_output()
     try:
         words = with_values(sys.argv[1:], {spelled(name) for name in marked(cls(), SWITCH)})
+        shown = importlib.import_module("extras.help").boxed(cls) if {"-h", "--help"} & {*words} else cls
         prints = os.environ.get("LOCAL_RANK", "0") == "0"  # of this machine: all ranks have the same command line
-        args = cli(cls, args=words, description=description, console_outputs=prints, config=(conf.OmitArgPrefixes,))
-        exit_if_planning(args)
+        args = exit_if_planning(cli(conf.OmitArgPrefixes[shown], args=words, description=doc, console_outputs=prints))
         started("imports")
         return args
     except SystemExit as end:

@@ -23,17 +23,20 @@ from rl.run.together import together
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """checkpoints, stopping and resuming"""
+    """These flags are about checkpoints, stopping and resuming."""
 
-    # checkpoints and metrics.jsonl go here
+    # Checkpoints and metrics.jsonl go to this folder.
     default_local_dir: Free[str] = "runs/{project_name}/{experiment_name}"
-    save_freq: Free[Every] = -1  # save every this many steps and at the end; -1 only at the end; 0 never
-    max_ckpt_to_keep: Free[AtLeast1 | None] = None  # delete older checkpoints beyond this many
-    # auto: from the newest intact checkpoint, if any; disable; or a global_step_N folder
+    # Save at this interval, in steps, and at the end. -1 saves only at the end, and 0 never.
+    save_freq: Free[Every] = -1
+    # Keep this many of the newest checkpoints, and delete older ones. By default all are kept.
+    max_ckpt_to_keep: Free[AtLeast1 | None] = None
+    # auto resumes from the newest intact checkpoint, if there is one. disable starts anew. A global_step_N folder is
+    # resumed from.
     resume_mode: Free[str] = "auto"
-    force_resume: Free[bool] = False  # resume although settings or data that decide what is learned have changed
-    max_hours: Free[Positive | None] = None  # save and leave after so many hours, as after SIGTERM or Ctrl-C
-    # seconds without the end of a phase after which the run ends, with all its stacks
+    force_resume: Free[bool] = False  # Resume although settings or data that decide what is learned have changed.
+    max_hours: Free[Positive | None] = None  # Save and stop after this many hours, as after SIGTERM or Ctrl-C.
+    # If no phase ends for this many seconds, print the stacks of all threads and end the run.
     stall_timeout: Free[Seconds] = 3600.0
 
 

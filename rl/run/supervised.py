@@ -15,9 +15,9 @@ from rl.run.training import check as check  # likewise
 
 @dataclass(frozen=True)
 class MemorySupervised(OffloadFlags, Memory):
-    """memory and speed: the numbers stay the same, up to rounding"""
+    """These flags change memory and speed. The numbers stay the same, up to rounding."""
 
-    max_token_len_per_gpu: Free[Auto[AtLeast1]] = "auto"  # tokens in one micro-batch
+    max_token_len_per_gpu: Free[Auto[AtLeast1]] = "auto"  # A micro-batch has at most this many tokens.
 
 
 @dataclass(frozen=True)

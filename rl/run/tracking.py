@@ -26,29 +26,31 @@ SECRET_LENGTH = 6  # characters; shorter values ("1", "true") are words that fla
 
 @dataclasses.dataclass(frozen=True)
 class Logging:
-    """logging"""
+    """These flags are about logging."""
 
-    experiment_name: Free[str] = "run"  # run in the trackers, and part of the folder
-    project_name: Free[str] = "glassrl"  # project in the trackers, and part of the folder
-    alarms: Free[tuple[str, ...]] = ()  # conditions; a step that meets one prints a line that begins with ALARM
-    # trackers besides metrics.jsonl, which is always written
+    experiment_name: Free[str] = "run"  # Trackers show the run under this name, and the default folder ends with it.
+    project_name: Free[str] = "glassrl"  # Trackers show the run in this project, and the default folder begins with it.
+    # These are conditions. A step that meets one of them prints a line that begins with ALARM.
+    alarms: Free[tuple[str, ...]] = ()
+    # Metrics go to these trackers, besides metrics.jsonl, which is always written.
     logger: Free[tuple[Literal["console", "wandb", "swanlab", "tensorboard"], ...]] = ("console",)
-    prometheus_port: Free[Port | None] = None  # rank 0 serves the metrics to Prometheus on this port
+    prometheus_port: Free[Port | None] = None  # Rank 0 serves the metrics to Prometheus on this port.
 
 
 @dataclasses.dataclass(frozen=True)
 class LoggingRL(Logging):
-    """logging"""
+    """These flags are about logging."""
 
-    # print a prompt and its response, and record up to four in generations.jsonl, every this many steps; 0 never
+    # At this interval, in steps, print a prompt with its response, and record up to four responses in
+    # generations.jsonl. 0 means never.
     log_samples_freq: Free[Count] = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class LoggingSupervised(Logging):
-    """logging"""
+    """These flags are about logging."""
 
-    log_freq: Free[Count] = 10  # print a line every this many steps; 0 only at the end
+    log_freq: Free[Count] = 10  # Print a line at this interval, in steps. 0 means only at the end.
 
 
 def open_early(flags: Logging, ranks: Ranks) -> dict[str, trackers.Sink]:

@@ -9,28 +9,34 @@ from rl.flags import Count, Every, Few, Free, Needs, PositiveShare, Share, Tempe
 
 @dataclass(frozen=True)
 class Decoding:
-    """decoding: how responses are sampled while training"""
+    """These flags decide how responses are sampled while training."""
 
-    temperature: Temperature = 1.0  # the trainer divides its logits by it too
-    # nucleus sampling: sample among the fewest most likely tokens that together have this probability, and train on
-    # the same truncated distribution
+    # Responses are sampled at this temperature, and the trainer divides its logits by it too.
+    temperature: Temperature = 1.0
+    # Nucleus sampling: sample among the fewest most likely tokens that together have this probability, and train on the
+    # same truncated distribution.
     top_p: PositiveShare = 1.0
-    top_k: TopK = -1  # sample among the k most likely tokens; -1 all
-    min_p: Share = 0.0  # leave out tokens whose probability is less than this share of the most likely token's
+    top_k: TopK = -1  # Sample among this many of the most likely tokens. -1 means all.
+    min_p: Share = 0.0  # Leave out tokens whose probability is less than this share of that of the most likely token.
 
 
 @dataclass(frozen=True)
 class Validation:
-    """evaluation on held-out prompts"""
+    """These flags are about the evaluation on held-out prompts."""
 
-    test_freq: Free[Every] = 10  # evaluate every this many steps and at the end; -1: only before the first step
-    val_before_train: Free[bool] = True  # evaluate the untrained policy first (step 0)
-    val_n: Free[Few] = 1  # responses to each held-out prompt; more than one need --val-temperature
-    val_temperature: Free[TemperatureOr0] = 0.0  # of these responses; 0 is greedy
-    val_top_p: Free[Annotated[PositiveShare, Needs("val_temperature")]] = 1.0  # of these responses, like --top-p
-    val_top_k: Free[Annotated[TopK, Needs("val_temperature")]] = -1  # of these responses, like --top-k
-    val_min_p: Free[Annotated[Share, Needs("val_temperature")]] = 0.0  # of these responses, like --min-p
-    log_val_generations: Free[Count] = 8  # held-out prompts whose responses are recorded at each evaluation
+    # Evaluate at this interval, in steps, and at the end. -1 means only before the first step.
+    test_freq: Free[Every] = 10
+    val_before_train: Free[bool] = True  # Evaluate the untrained policy first, as step 0.
+    val_n: Free[Few] = 1  # Each held-out prompt gets this many responses. More than one need --val-temperature.
+    # Responses to held-out prompts are sampled at this temperature. 0 is greedy.
+    val_temperature: Free[TemperatureOr0] = 0.0
+    # This is --top-p for responses to held-out prompts.
+    val_top_p: Free[Annotated[PositiveShare, Needs("val_temperature")]] = 1.0
+    # This is --top-k for responses to held-out prompts.
+    val_top_k: Free[Annotated[TopK, Needs("val_temperature")]] = -1
+    # This is --min-p for responses to held-out prompts.
+    val_min_p: Free[Annotated[Share, Needs("val_temperature")]] = 0.0
+    log_val_generations: Free[Count] = 8  # Each evaluation records the responses to this many held-out prompts.
 
     @property
     def is_on(self) -> bool:

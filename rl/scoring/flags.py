@@ -13,14 +13,17 @@ BY_DATA_SOURCE = "rewards/by_data_source.py"  # the default reward
 
 @dataclass(frozen=True)
 class Scoring:
-    """processes that score"""
+    """These flags are about the processes that score."""
 
-    # processes of a rank that score; default: the machine's cores over its ranks, at most 16
+    # Each rank has this many processes that score. The default is the cores of the machine divided by its ranks, and at
+    # most 16.
     reward_workers: Free[Processes | None] = None
-    # CPU seconds to score a response, and four times as many by the clock; then the response has no score
+    # Scoring a response may take this many seconds of CPU time, and four times as many by the clock. Then the response
+    # has no score.
     reward_timeout: Free[Seconds] = 10.0
-    reward_memory_mb: Free[Count] = 4096  # MiB of private memory of such a process; 0 for no limit
-    allow_unsafe_code_execution: Free[bool] = False  # let code rewards run model-written code without a full sandbox
+    # A process that scores may have this many MiB of private memory. 0 means no limit.
+    reward_memory_mb: Free[Count] = 4096
+    allow_unsafe_code_execution: Free[bool] = False  # Let code rewards run model-written code without a full sandbox.
 
 
 def parse_functions(specs: Sequence[str]) -> list[tuple[str, float, str, str]]:

@@ -26,6 +26,7 @@ import train_ppo
 import train_prime
 import train_reinforce
 import train_reward
+from extras import help as help_boxes
 from extras.lora import LoRA
 from extras.plan import settle
 from extras.samplers import SamplerFlags
@@ -506,36 +507,55 @@ def help_of(capsys, monkeypatch):
 
 
 def groups_of(args):
-    """{name of a group: its flags} of Args, and None: its own ones."""
+    """{name of a box: its flags} of Args: -h stands alone, then come its own flags, and then its groups."""
     values = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
     groups = {name: list(flags.flat(value)) for name, value in values.items() if dataclasses.is_dataclass(value)}
-    return {None: [name for name in values if name not in groups], **groups}
+    return {None: ["help"], "script": [name for name in values if name not in groups], **groups}
 
 
 @pytest.mark.parametrize("name", h.some(SCRIPTS, "grpo_variants", "ppo", "eval"))
 def test_help_shows_a_scripts_own_flags_first_then_the_others_in_groups(help_of, name):
     args = SCRIPTS[name].Args()
     boxes = help_of(type(args))
-    assert boxes[None].pop("help") == "show this help message and exit"
-    assert list(boxes)[0] is None and {title: list(box) for title, box in boxes.items()} == groups_of(args)
+    assert [(title, list(box)) for title, box in boxes.items()] == list(groups_of(args).items())
+    assert boxes.pop(None) == {"help": "show this help message and exit"}
     for box in boxes.values():
         for flag, text in box.items():
             comment, default = re.fullmatch(r"(.*) \(default: (.*)\)", text).groups()
-            assert len(comment.split()) >= 2, flag
+            assert re.fullmatch(r"[A-Za-z1_-].* .*\.", comment), f"{flag}: {comment!r} is no sentence"
             value = flags.flat(args)[flag]
             assert default.replace("'", "").split() == [
                 str(x) for x in (value if isinstance(value, tuple) else [value])
             ]
 
 
+def test_every_box_of_flags_has_a_sentence_as_its_title(capsys, monkeypatch):
+    titles = {
+        type(x).__doc__
+        for script in SCRIPTS.values()
+        for x in vars(script.Args()).values()
+        if dataclasses.is_dataclass(x)
+    }
+    assert len(titles) > 12
+    assert [title for title in titles if not re.fullmatch(r"[A-Z][^\n]*\.", title)] == []
+    monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
+    with pytest.raises(SystemExit):
+        arguments.parse(train_grpo.Args, "A description.")
+    words = " ".join(capsys.readouterr().out.split())
+    for box, title in (("script", help_boxes.TITLE), ("data", type(train_grpo.Args().data).__doc__)):
+        assert re.search(rf"{box} options -+ {re.escape(title)} ", words)
+
+
 def test_help_has_the_words_of_the_comments(help_of, mine):
     boxes = help_of(mine.Args)
-    assert boxes[None]["my_share"] == "words of mine about a share (default: 0.25)"
-    assert boxes[None]["my_pace"] == "words of mine about a pace (default: 7)"
-    saving = "save every this many steps and at the end; -1 only at the end; 0 never (default: -1)"
+    assert boxes["script"]["my_share"] == "words of mine about a share (default: 0.25)"
+    assert boxes["script"]["my_pace"] == "words of mine about a pace (default: 7)"
+    saving = "Save at this interval, in steps, and at the end. -1 saves only at the end, and 0 never. (default: -1)"
     assert boxes["checkpoints"]["save_freq"] == saving
     assert boxes["logging"]["experiment_name"].endswith("(default: sft)")  # as the script says
-    assert help_of(train_dapo.Args)["data"]["total_training_steps"] == "overrides --total-epochs (default: None)"
+    assert help_of(train_dapo.Args)["data"]["total_training_steps"].endswith(
+        "whatever --total-epochs says. (default: None)"
+    )
 
 
 @dataclass(frozen=True)
@@ -548,8 +568,8 @@ class Derived(train_grpo.Args):
 def test_help_of_args_that_extend_a_scripts_own(help_of):
     boxes = help_of(Derived)
     assert set(boxes) == set(groups_of(train_grpo.Args()))
-    assert list(boxes[None])[1] == "model" and list(boxes[None])[-1] == "my_list"
-    assert boxes[None]["my_list"] == "numbers of mine (default: 1 2)"
+    assert list(boxes["script"])[0] == "model" and list(boxes["script"])[-1] == "my_list"
+    assert boxes["script"]["my_list"] == "numbers of mine (default: 1 2)"
     assert boxes["logging"]["log_samples_freq"].endswith("(default: 3)")
     assert boxes["rollout"]["engine"].endswith("(default: hf)")
 

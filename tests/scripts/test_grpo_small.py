@@ -184,7 +184,7 @@ def test_the_command_samples_as_train_grpo_does(task, tmp_path):
 
 
 def test_the_file_finds_the_library_from_any_folder(tmp_path):
-    assert "responses to each prompt (G)" in launch.run_elsewhere(FILE, "--help", cwd=tmp_path)
+    assert "Each prompt gets this many responses (G)." in launch.run_elsewhere(FILE, "--help", cwd=tmp_path)
 
 
 def test_mistakes_are_explained(task, tmp_path, monkeypatch):
