@@ -1,4 +1,4 @@
-"""What becomes of the families of models that transformers has: docs/models.md has the table that this writes.
+"""What becomes of the families of models that transformers has: benchmarks/results/models.md has the table.
 
     python benchmarks/models.py --out FOLDER        # half an hour on a CPU core; continues where it was stopped
     python benchmarks/models.py --out FOLDER --write
@@ -38,7 +38,7 @@ from rl.flags import build
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "benchmarks" / "results" / "models.md"
 OWN_HEAD = ", with the logits of its own forward"
 WAYS = ("packed", "packed, nothing shared", "packed but in recurrent layers")  # as in extras/families/ways.py
 WAYS = (*(f"{way}{head}" for way in WAYS for head in ("", OWN_HEAD)), "padded")
@@ -167,7 +167,7 @@ class Args:
     out: Path  # folder for models.jsonl
     families: tuple[str, ...] = ()  # by default all
     engine: bool = True  # whether vLLM is tried
-    write: bool = False  # write the table into docs/models.md and run nothing
+    write: bool = False  # write the table into benchmarks/results/models.md and run nothing
     gradients: bool = False  # compare gradients instead, on one rank and on two
     # for these families, instead: SFT, then GRPO, on the arithmetic task or on that of dots
     learn: tuple[str, ...] = ()
@@ -498,10 +498,11 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     lines = ["| runs | in vLLM | families |", "|---|---|---|"]
     lines += [f"| {way} | {engine} | {', '.join(groups[way, engine])} |" for way, engine in order]
     logprobs, export, gap = (f"{x:.0e}" for x in largest.values())
-    lines += ["", f"The largest other differences: log-probs {logprobs}, export {export}, gap {gap}."]
-    lines += ["", "Why some run padded (all others, since packed log-probs would differ):", ""]
+    largest = f"{logprobs} (log-probs), {export} (export) and {gap} (gap)"
+    lines += ["", f"The largest differences of all others are {largest}."]
+    lines += ["", "Some families run padded for the reason below. The others would have other log-probs if packed:", ""]
     lines += [f"- {', '.join(names)}: {reason}" for reason, names in padded.items()]
-    lines += ["", "Why vLLM does not serve some:", ""]
+    lines += ["", "vLLM ends with these errors for families that it does not serve:", ""]
     lines += [f"- {', '.join(names)}: `{error}`" for error, names in errors.items()]
     return "\n".join(lines) + "\n"
 

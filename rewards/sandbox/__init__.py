@@ -1,4 +1,4 @@
-"""Run model-written Python against assert statements, so that only right answers pass; docs/sandbox.md has the design.
+"""Run model-written Python against assert statements, so that only right answers pass; README.md has the design.
 
     >>> run_tests("def add(a, b): return a + b", ["assert add(1, 2) == 3"])
     Verdict(status='pass', passed=1, total=1, detail='')

@@ -420,7 +420,7 @@ GROUPS = {
     ]),
     "a byte order mark": ("\ufeff" + IN_PLACE, {}, ["x = [2, 1]\nsort(x)\nassert x == [1, 2]"]),
 }  # fmt: skip
-# What honest programs still cannot do; docs/sandbox.md says so.
+# What honest programs still cannot do; rewards/sandbox/README.md says so.
 LIMITS = {
     "a temporary file": ("import tempfile\ndef f():\n    with tempfile.TemporaryFile() as file: return file.write(b'x')", "assert f() == 1"),
     "a subprocess": ("import subprocess\ndef f(): return subprocess.run(['true']).returncode", "assert f() == 0"),

@@ -23,7 +23,7 @@ from rl.console import SHOWN
 from rl.flags import SWITCH, build, check_limits, flat, marked
 from rl.formulas import advantages, losses
 
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "rewards" / "sandbox" / "README.md"]
 FRONT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md")]
 FRONT_PAGES += sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
@@ -124,7 +124,7 @@ def unknown_flags(text: str, script: str | None) -> set[str]:
     return missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags_exist(page):
     assert unknown_flags(page.read_text(), SCRIPT_OF.get(page.stem)) == set()
 
