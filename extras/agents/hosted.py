@@ -31,9 +31,9 @@ from transformers import PreTrainedTokenizerBase
 
 from extras.agents import EnvironmentFlags
 from extras.agents.conversations import Conversations
+from extras.systems import die_with_parent, need_linux
 from rl.data.types import Outcome
 from rl.sampling.loop import Trajectory
-from rl.scoring import guard
 
 CHECK_S = 0.25  # how often the time limit of environments is looked at while nothing is sent
 
@@ -41,11 +41,13 @@ CHECK_S = 0.25  # how often the time limit of environments is looked at while no
 class HostedConversations:
     """The partner of the policy, see `rl.sampling.loop.Partner`: `Conversations`, for which another process works.
 
-    Args and errors are those of `Conversations`. What it has read and checked of the user's files and of the chat
-    template is here too; conversations are only there.
+    Args and errors are those of `Conversations`. Systems other than Linux raise ValueError too. What it has read and
+    checked of the user's files and of the chat template is here too; conversations are only there.
     """
 
     def __init__(self, flags: EnvironmentFlags, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]):
+        flag = f"--environment {flags.environment}" if flags.environment else f"--tools {' '.join(flags.tools)}"
+        need_linux(flag, "leave it out, or train on a Linux machine")
         self.here = Conversations(flags, tokenizer, stop_ids)
         self.prompt_text, self.outcome_of = self.here.prompt_text, self.here.outcome_of
         self.chat, self.environments = self.here.chat, self.here.environments
@@ -157,7 +159,7 @@ def _host(conversations: Conversations, connection: Connection) -> NoReturn:
 
 def _answer(conversations: Conversations, connection: Connection) -> None:
     """See `_host`."""
-    guard.die_with_parent()
+    die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the trainer may still need conversations
         signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or the first use warns that this process was forked

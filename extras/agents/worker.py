@@ -18,6 +18,7 @@ from typing import Any
 
 from extras.agents.plain import plain
 from extras.agents.tools import load, schemas_of
+from extras.systems import adopt_orphans, die_with_parent
 from rl.scoring import guard
 from rl.scoring.worker import as_number, awaited, traceback_text
 
@@ -79,7 +80,7 @@ def main() -> None:
     control = guard.begin_worker()
     make = _load(control)
     by_user, processes = guard.children_of_this(), {}  # started by the user's file; of conversations, by their number
-    guard.adopt_orphans()
+    adopt_orphans()
     signal.signal(signal.SIGCHLD, lambda *_: _reap(processes, by_user))
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1 << 10, 1)
@@ -92,8 +93,8 @@ def main() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         with contextlib.suppress(OSError):  # raised where no process can be started: this conversation ends
             if (pid := os.fork()) == 0:
-                guard.die_with_parent()
-                guard.adopt_orphans()  # what it starts becomes ours when it has ended, not before
+                die_with_parent()
+                adopt_orphans()  # what it starts becomes ours when it has ended, not before
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
                 os.setsid()

@@ -1,6 +1,28 @@
-"""Engines that sample in the place of vLLM. hf.py is the plain one: it needs nothing but transformers."""
+"""Engines that sample in the place of vLLM, and which engine a run has that names none.
 
-from typing import Any
+hf.py is the plain one: it needs nothing but transformers.
+"""
+
+import os
+from importlib.util import find_spec
+from typing import Any, Literal
+
+HAS_VLLM = find_spec("vllm") is not None
+DEFAULT: Literal["vllm", "hf"] = "vllm" if HAS_VLLM else "hf"  # of --engine
+
+
+def check_installed(engine: str) -> None:
+    """Raise ValueError if this engine is vllm and vLLM is not installed. If another engine is used since vLLM is not
+    installed, say so on rank 0.
+    """
+    if engine == "vllm" and not HAS_VLLM:
+        raise ValueError(
+            "--engine vllm: vLLM is not installed; install it, as `make install` does on Linux, or leave the flag out"
+        )
+    if not HAS_VLLM and os.environ.get("RANK", "0") == "0":
+        from rl.console import say
+
+        say("engine | vLLM is not installed, so the run samples with --engine hf, which is slow with large models")
 
 
 def make_hf(*args: Any, **kwargs: Any) -> Any:

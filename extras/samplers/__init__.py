@@ -49,6 +49,9 @@ class SamplerFlags:
 
     def check(self, flags: Mapping[str, Any]) -> None:
         """Raise ValueError if these flags contradict each other, or others of the run, which are in `flags` by name."""
+        from extras.systems import need_linux
+
+        need_linux("train_async.py, whose samplers read weights from shared memory,", "train with train_grpo.py")
         if share := flags["partial_rollouts"]:
             other = f"--partial-rollouts {share:g}"
             raise ValueError(f"{other} and --max-staleness exclude each other; leave the first out")

@@ -6,7 +6,6 @@ The run says which model and which flags. Between two decoding steps the sampler
 responses in flight go on with them behind the tokens that they have. It ends when the run ends or cannot be reached.
 """
 
-import ctypes
 import json
 import os
 import signal
@@ -25,11 +24,12 @@ from extras.agents import open_partner
 from extras.samplers import protocol
 from extras.samplers.connection import Connection, Gone
 from extras.samplers.inbox import Inbox
+from extras.systems import die_with_parent
 from rl.console import say
 from rl.data.order import derive_seed
 from rl.data.template import Rendering, load_tokenizer
 from rl.flags import Seconds
-from rl.ranks import PR_SET_PDEATHSIG, init_ranks
+from rl.ranks import init_ranks
 from rl.sampling.engines import Engine, make_engine
 from rl.sampling.loop import Loop, Partner
 
@@ -201,6 +201,6 @@ def make_sampler(connection: Connection) -> Sampler:
 
 def _die_with(parent: int) -> None:
     """End this process when the one that has started it ends, or now if that has ended."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != parent:
         os._exit(1)

@@ -82,6 +82,8 @@ class Verdict:
 class SandboxUnavailable(RuntimeError):
     """This machine lacks a layer of protection."""
 
+    needs_no_traceback = True  # in what the worker says that calls reward functions
+
 
 class _Unavailable(Exception):
     """No process could be started, or one ended for reasons that are not the candidate's."""
@@ -756,8 +758,14 @@ def self_test(allow_unsafe: bool | None = None) -> dict[str, bool]:
         {layer: it holds, in both processes} for seccomp, landlock, limits, user, environment.
 
     Raises:
-        SandboxUnavailable: a layer is missing and allow_unsafe is not set, or no sandbox can be started.
+        SandboxUnavailable: a layer is missing and allow_unsafe is not set, or no sandbox can be started. None can be
+            started on a system other than Linux.
     """
+    if platform.system() != "Linux":
+        raise SandboxUnavailable(
+            f"model-written code will not be run: the sandbox needs Linux, and this machine runs {platform.system()}. "
+            "Train on a Linux machine, or choose a task whose responses are not programs."
+        )
     with _STARTING:
         layers = _probe()
     missing = [name for name, holds in layers.items() if not holds]

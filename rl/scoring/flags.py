@@ -21,7 +21,8 @@ class Scoring:
     # Scoring a response may take this many seconds of CPU time, and four times as many by the clock. Then the response
     # has no score.
     reward_timeout: Free[Seconds] = 10.0
-    # A process that scores may have this many MiB of private memory. 0 means no limit.
+    # A process that scores may have this many MiB of private memory. 0 means no limit. Only Linux
+    # sets this limit.
     reward_memory_mb: Free[Count] = 4096
     allow_unsafe_code_execution: Free[bool] = False  # Let code rewards run model-written code without a full sandbox.
 

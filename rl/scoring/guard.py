@@ -6,7 +6,6 @@ daemon that it has started, and their processes outlive a trainer that is killed
 """
 
 import contextlib
-import ctypes
 import os
 import resource
 import signal
@@ -14,7 +13,8 @@ import socket
 import sys
 from pathlib import Path
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux
+from extras import systems
+from extras.systems import adopt_orphans, die_with_parent
 
 
 def begin_worker() -> socket.socket:
@@ -25,6 +25,8 @@ def begin_worker() -> socket.socket:
     started it ends. Before that, the guard kills every process below it, daemons included, whatever they do.
     """
     descriptor, signals = int(sys.argv[1]), {signal.SIGCHLD, signal.SIGTERM}
+    if systems.SYSTEM != "Linux":
+        return systems.begin_worker(descriptor)
     adopt_orphans()  # a daemon that a user's function starts becomes a child of the guard
     die_with_parent(signal.SIGTERM)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -49,16 +51,6 @@ def begin_worker() -> socket.socket:
     if code < 0:
         os.kill(os.getpid(), -code)
     os._exit(abs(code))
-
-
-def die_with_parent(by: int = signal.SIGKILL) -> None:
-    """Let this process get the signal `by` when the thread that has started it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
-
-
-def adopt_orphans() -> None:
-    """Let every process below this one become its child when its own parent ends."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children_of_this() -> set[int]:

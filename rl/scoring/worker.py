@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from extras.systems import SYSTEM
 from rl.scoring.guard import begin_worker
 
 TWO_SCORES = "the same response scored twice gave two scores; the reward is not a function of its input"
@@ -151,7 +152,7 @@ class Rewards:
 
     def load(self, functions: list[tuple[str, float, str, str]], timeout_s: float, memory_mb: int) -> dict[str, Any]:
         """Load what `parse_functions` returns, under the limits of the flags. Says whether a function takes lists."""
-        if memory_mb:
+        if memory_mb and SYSTEM == "Linux":  # others do not limit the memory that a process gets by mmap
             limit(resource.RLIMIT_DATA, memory_mb << 20, is_hard=True)
         self.timeout_s, self.rewards = timeout_s, [load_reward(*function) for function in functions]
         return {"batched": any(reward.batched for reward in self.rewards)}
@@ -176,7 +177,8 @@ def main() -> None:
                 reply = getattr(rewards, method)(*arguments)
             except BaseException as error:  # a reward may raise anything, SystemExit included; the run goes on
                 is_last = method == "load" or isinstance(error, MemoryError)  # the process is of no use any more
-                reply = {"problem": traceback_text(), "status": "error", "is_last": is_last}
+                problem = str(error) if getattr(error, "needs_no_traceback", False) else traceback_text()
+                reply = {"problem": problem, "status": "error", "is_last": is_last}
             if os.getpid() != pid:  # a reward function forked, and this is the child
                 os._exit(0)
             connection.send_bytes(json.dumps(reply).encode())

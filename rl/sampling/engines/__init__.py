@@ -1,6 +1,6 @@
 """Rollout engines: `vllm` is the fast one, `hf` needs nothing but transformers; both do what base.py says."""
 
-from extras.engines import make_hf
+from extras.engines import check_installed, make_hf
 from extras.families import check_routed
 from rl.console import started
 from rl.model.checks import check_heads
@@ -10,7 +10,10 @@ from rl.sampling.engines.flags import EngineFlags, EngineSizes
 
 
 def check_engine_flags(flags: EngineSizes, model: str) -> None:
-    """Raise ValueError, from the config alone, if --tensor-model-parallel-size does not fit the engine or the model."""
+    """Raise ValueError, from the config alone, if --tensor-model-parallel-size does not fit the engine or the model, or
+    if the engine is not installed.
+    """
+    check_installed(flags.engine)
     if flags.engine == "hf" and (size := flags.tensor_model_parallel_size) != 1:
         raise ValueError(f"--tensor-model-parallel-size {size} needs --engine vllm; --engine hf runs on one device")
     check_heads(model, flags.tensor_model_parallel_size)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from extras.engines import DEFAULT
 from rl.flags import Few, Free, Positive, PositiveShare
 
 
@@ -10,8 +11,9 @@ from rl.flags import Few, Free, Positive, PositiveShare
 class EngineSizes:
     """These flags are about the engine, which samples responses."""
 
-    # vllm runs vLLM in this process. hf is the slow and simple sampler of transformers.
-    engine: Literal["vllm", "hf"] = "vllm"
+    # vllm runs vLLM in this process. hf is the slow and simple sampler of transformers, and the default
+    # where vLLM is not installed.
+    engine: Literal["vllm", "hf"] = DEFAULT
     # This many GPUs share one vLLM engine, which helps with a large model or with a few long responses.
     tensor_model_parallel_size: Free[Few] = 1
     # vLLM may take this share of the GPU's memory while it generates.
