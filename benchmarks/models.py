@@ -498,8 +498,8 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     lines = ["| runs | in vLLM | families |", "|---|---|---|"]
     lines += [f"| {way} | {engine} | {', '.join(groups[way, engine])} |" for way, engine in order]
     logprobs, export, gap = (f"{x:.0e}" for x in largest.values())
-    largest = f"{logprobs} (log-probs), {export} (export) and {gap} (gap)"
-    lines += ["", f"The largest differences of all others are {largest}."]
+    others = f"{logprobs} (log-probs), {export} (export) and {gap} (gap)"
+    lines += ["", f"The largest differences of all others are {others}."]
     lines += ["", "Some families run padded for the reason below. The others would have other log-probs if packed:", ""]
     lines += [f"- {', '.join(names)}: {reason}" for reason, names in padded.items()]
     lines += ["", "vLLM ends with these errors for families that it does not serve:", ""]

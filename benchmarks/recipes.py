@@ -1,4 +1,4 @@
-"""Take a step of the published commands of docs/verl.md with random weights: do they run here, and do they fit?
+"""Take a step of the published commands of docs/recipes.md with random weights: do they run here, and do they fit?
 
     python benchmarks/recipes.py ppo_0.5b grpo_lora_1.5b --tokenizer Qwen/Qwen2.5-0.5B-Instruct --out runs/recipes
     python benchmarks/recipes.py grpo_7b --prompts 64 --tokenizer Qwen/Qwen2.5-0.5B-Instruct --out runs/recipes
@@ -55,7 +55,7 @@ def published(name: str, page: str) -> list[str]:
         line[line.index("--experiment-name") + 1]: line for line in map(shlex.split, commands) if "--model" in line
     }
     if name not in words:
-        raise ValueError(f"{name}: docs/verl.md has no such command; it has {', '.join(words)}")
+        raise ValueError(f"{name}: docs/recipes.md has no such command; it has {', '.join(words)}")
     if "--no-freeze-vision-tower" in words[name]:
         raise ValueError(f"{name} needs images and a model that sees, which this benchmark does not make")
     return words[name]
@@ -91,7 +91,7 @@ def one_step(words: list[str], args: Args) -> list[str]:
 
 def main(args: Args) -> int:
     """Run the commands one after the other. Returns how many did not end with 0."""
-    page, failed = (ROOT / "docs" / "verl.md").read_text(), 0
+    page, failed = (ROOT / "docs" / "recipes.md").read_text(), 0
     commands = {name: one_step(published(name, page), args) for name in args.names}
     args.out.mkdir(parents=True, exist_ok=True)
     for name, words in commands.items():

@@ -200,6 +200,13 @@ def test_the_page_that_teaches_grpo_is_short():
     assert len((ROOT / "docs" / "train_grpo.md").read_text().splitlines()) <= 150
 
 
+def test_no_page_is_too_long_for_one_sitting():
+    """Words are counted as `wc -w` does, with tables and commands."""
+    words = {str(page.relative_to(ROOT)): len(page.read_text().split()) for page in [*FRONT_PAGES, *PAGES]}
+    assert len(words) > 25
+    assert {page: number for page, number in words.items() if number > 3000} == {}
+
+
 def test_rows_of_a_table_stand_together_under_a_header_and_are_equally_long():
     for page in [*FRONT_PAGES, *PAGES]:
         for block in without_blocks(page.read_text()).split("\n\n"):

@@ -1,4 +1,4 @@
-"""The published commands of docs/verl.md: they are right, and fit on the GPUs that they were published for.
+"""The published commands of docs/recipes.md: they are right, and fit on the GPUs that they were published for.
 
 tests/recipes/ has the config.json of each model, with the fields that say what it computes.
 """
@@ -30,8 +30,7 @@ from rl.model.checks import check_context, check_trainable
 from rl.model.sharding import clip_grad_norm
 
 CONFIGS = ROOT / "tests" / "recipes"
-PAGE = re.split(r"^## ", (ROOT / "docs" / "verl.md").read_text(), flags=re.MULTILINE)
-[PART] = [part for part in PAGE if part.startswith("Ten published commands\n")]
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +68,9 @@ def anchor(title: str) -> str:
 
 def recipes() -> list[Recipe]:
     """Those of the page, in its order."""
-    rows = re.findall(r"^\| \[[^]]+\]\(#([^)]+)\) .* \| `([a-z0-9]+?)x(\d+)` \|$", PART, re.MULTILINE)
+    rows = re.findall(r"^\| \[[^]]+\]\(#([^)]+)\) .* \| `([a-z0-9]+?)x(\d+)` \|$", PAGE, re.MULTILINE)
     hardware, on_the_page = {link: (kind, int(gpus)) for link, kind, gpus in rows}, []
-    for section in re.split(r"^### ", PART, flags=re.MULTILINE)[1:]:
+    for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]:
         title = section.partition("\n")[0]
         [command] = commands(section)
         on_the_page.append(Recipe(title, " ".join(section.split()), shlex.split(command), *hardware.pop(anchor(title))))
@@ -247,7 +246,7 @@ def test_a_step_of_a_command_in_miniature_makes_as_many_updates_as_the_original(
 
 def test_the_benchmark_takes_a_step_of_a_command_and_keeps_its_number_of_updates():
     args = benchmark.Args(("grpo_7b",), "tok", Path("out"), Path("models"), Path("gsm8k"), prompts=64)
-    words = benchmark.one_step(benchmark.published("grpo_7b", (ROOT / "docs" / "verl.md").read_text()), args)
+    words = benchmark.one_step(benchmark.published("grpo_7b", PAGE), args)
     assert words[:4] == ["torchrun", "--nproc_per_node", "2", "train_grpo.py"]
     smaller = parsed(train_grpo.Args, words[4:])
     [same] = [recipe.args for recipe in RECIPES if recipe.args.logging.experiment_name == "grpo_7b"]
@@ -265,10 +264,10 @@ def test_the_benchmark_takes_a_step_of_a_command_and_keeps_its_number_of_updates
         save_freq=0,
         resume_mode="disable",
     )
-    refused = {"grpo_70b": "docs/verl.md has no such command; it has ppo_0.5b, ", "grpo_vl_7b": "needs images"}
+    refused = {"grpo_70b": "docs/recipes.md has no such command; it has ppo_0.5b, ", "grpo_vl_7b": "needs images"}
     for name, reason in refused.items():
         with pytest.raises(ValueError, match=f"{name}:? {reason}"):
-            benchmark.published(name, (ROOT / "docs" / "verl.md").read_text())
+            benchmark.published(name, PAGE)
 
 
 @pytest.mark.thorough
@@ -309,7 +308,7 @@ def unanswered(settings: list[str], text: str) -> list[str]:
 
 def test_every_setting_of_verls_published_commands_has_an_answer_on_the_page():
     """Settings of the FSDP examples of verl 0.7.1 and 0.9.0, and of its recipes DAPO, PRIME, SPIN, SPPO and entropy."""
-    page, settings = "## ".join(PAGE), (CONFIGS / "verl_settings.txt").read_text().split()
+    page, settings = (ROOT / "docs" / "verl.md").read_text(), (CONFIGS / "verl_settings.txt").read_text().split()
     assert len(settings) > 250
     assert unanswered(settings, page) == []
     wrong = ["algorithm.pfppo.weight", "data.max_prompt_lengths", "trainer.name", "actor.micro_batch_sizes"]
@@ -317,7 +316,7 @@ def test_every_setting_of_verls_published_commands_has_an_answer_on_the_page():
 
 
 def test_rows_that_the_page_sends_to_a_reward_get_it():
-    [name] = re.findall(r"Rows with the `data_source` `(\w+)` are graded .*?\n  by `rewards/math_reward.py`", PART)
+    [name] = re.findall(r"Rows with the `data_source` `(\w+)` are graded .*?\n  by `rewards/math_reward.py`", PAGE)
     assert reward_name(name) == "math_reward"
 
 
