@@ -3,11 +3,11 @@ r"""Evaluate any checkpoint: accuracy, pass@k and majority vote, with any engine
     torchrun eval.py --model runs/glassrl/grpo/global_step_58/huggingface --val-files data/gsm8k/test.parquet
     torchrun eval.py --model Qwen/Qwen2.5-1.5B-Instruct --rollout-n 16 --temperature 0.8 --k 1 4 16
 
-Each prompt gets G = --rollout-n responses. Accuracy is their mean score. pass@k is the probability that at least one of
-k responses is right, a response being right from a score of --correct-at; of G responses, c of them right, the unbiased
-estimate is 1 - C(G - c, k) / C(G, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1). The majority vote scores the first
-response that gives the most frequent answer (Wang et al. 2022, arXiv 2203.11171): what its last \boxed{} holds, or else
-its last number.
+Each prompt gets G = --rollout-n responses. Accuracy is their mean score. A response is right if its score is at least
+--correct-at. pass@k is the probability that at least one of k responses is right. If c of G responses are right, the
+unbiased estimate is 1 - C(G - c, k) / C(G, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1). The majority vote scores the
+first response that gives the most frequent answer (Wang et al. 2022, arXiv 2203.11171). An answer is what the last
+\boxed{} holds, or else the last number.
 """
 
 import json
@@ -64,7 +64,7 @@ class Args:
 
 
 def main(args: Args) -> dict[str, float]:
-    """Generate, score, report; returns {metric: value}."""
+    """Generate, score and report. Returns {metric: value}."""
     # Flags, data and rewards are checked here, before a model is loaded.
     check_limits(args)
     if args.rollout_n > 1 and args.temperature <= 0:
@@ -73,7 +73,7 @@ def main(args: Args) -> dict[str, float]:
         raise ValueError(f"--k {bad[0]} needs at least as many responses per prompt; --rollout-n is {args.rollout_n}")
     if args.output:
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        open(args.output, "a").close()  # what cannot be written shows before anything is sampled
+        open(args.output, "a").close()  # A file that cannot be written is noticed before anything is sampled.
     longest = args.max_prompt_length + args.max_response_length
     tokenizer = check_model(args.model, longest=longest, is_trained=False, texts=args.texts)
     check_engine_flags(args.rollout, args.model)
@@ -87,7 +87,7 @@ def main(args: Args) -> dict[str, float]:
     rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length, text_of=text_of)
     scorer = Scorer(rewards, tokenizer, args.scoring, rows=rows, partner=partner, max_response_length=limit)
 
-    # Sample and score this rank's prompts; then every rank gets all samples and scores, in the order of the rows.
+    # Sample and score this rank's prompts. Then every rank gets all samples and scores, in the order of the rows.
     ranks = init_ranks()
     rollout = EngineFlags(**vars(args.rollout))
     engine = make_engine(args.model, ranks, rollout, longest=longest, seed=args.seed, load_weights=True)
@@ -96,7 +96,8 @@ def main(args: Args) -> dict[str, float]:
     samples = ranks.all_gather(scorer.collect(own_samples))
     scores = [s.score for s in samples]
 
-    # A group is the G responses to a prompt; a response that could not be scored counts as wrong, and is counted.
+    # A group is the G responses to a prompt. A response that could not be scored counts as wrong, and a metric says how
+    # many there were.
     rows_by_index = {row["row_index"]: row for row in rows}
     groups = [scores[i : i + args.rollout_n] for i in range(0, len(scores), args.rollout_n)]
     metrics = {
@@ -115,7 +116,7 @@ def main(args: Args) -> dict[str, float]:
         metrics[f"maj@{args.rollout_n}"] = sum(winner.accuracy for winner in winners if winner) / len(groups)
 
     if ranks.is_main:
-        if args.output:  # before anything is printed: a stdout that takes nothing is an error
+        if args.output:  # This comes before anything is printed, since a stdout that takes nothing is an error.
             with open(args.output, "w") as f:
                 for s, x in zip(samples, scores, strict=True):
                     truth = rows_by_index[s.row_index]["reward_model"]["ground_truth"]

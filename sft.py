@@ -11,8 +11,8 @@ Both count the batch on all ranks, so the loss depends neither on packing nor on
 policy-gradient step on given responses whose advantages are all one: model, packing and sharding are those of
 train_grpo.py.
 
-B rows per step, b of them in a micro-batch, T tokens. Tensors of tokens are (b, T), and position t describes token t
-given the tokens before it.
+A step has B rows, and a micro-batch has b of them. Tensors of tokens are (b, T). They are shifted already, so position
+t describes token t given the tokens before it.
 """
 
 import math
@@ -68,7 +68,7 @@ def count_learned(batch: Batch) -> float:
 
 
 def main(args: Args) -> dict[str, float]:
-    """Train; returns the metrics of the last step and the last held-out loss."""
+    """Train, and return the metrics of the last step and the last held-out loss."""
     # Flags and data are checked here, before a model is loaded.
     tokenizer = check(args)
     load = partial(
@@ -86,7 +86,7 @@ def main(args: Args) -> dict[str, float]:
     )
     # What is exported stops where the data ends its answers.
     run.begin({"actor": (policy, optimizer)}, ends=answer_ends(train))
-    # Divides rows into micro-batches of at most so many tokens; all ranks have equally many.
+    # plan() divides rows into micro-batches of at most max_tokens. All ranks have equally many of these.
     plan = partial(plan_update, max_tokens=run.memory.max_token_len_per_gpu, ranks=ranks)
 
     def evaluate() -> Evaluation:
@@ -97,12 +97,13 @@ def main(args: Args) -> dict[str, float]:
         total = ranks.all_reduce_sum(logp.sum().to(ranks.device)).item()
         return {"val/loss": -total / count_learned(held_out)}, []
 
-    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
-    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    # run.steps() saves a checkpoint before each step if --save-freq says so. A run that is asked to stop saves and
+    # exits at the next end of a phase or micro-batch. A step that has changed the weights is finished first.
     for step in progress("sft", run.steps(), total_steps - run.first_step):
         run.evaluate_if_due(evaluate)
 
-        # 1. Batch: a pure function of (seed, step). All ranks have all rows, and `update` says which rows are whose.
+        # 1. Batch. Which rows these are depends only on the seed and the step. All ranks have all rows, and `update`
+        # says which rank trains on which.
         samples = prompts_for_step(train, step, args.train_batch_size, args.seed)  # B
         batch = collate(samples)  # (B, T)
         update = plan(batch.lengths.tolist())
@@ -113,7 +114,7 @@ def main(args: Args) -> dict[str, float]:
         optimizer.param_groups[0]["lr"] = lr
         num_tokens, means = count_learned(batch), Means(ranks)
         for micro_rows in run.micro_batches(update):
-            micro = take_rows(batch, micro_rows, ranks.device)  # (b, t): cut to their longest row
+            micro = take_rows(batch, micro_rows, ranks.device)  # (b, t), as long as the longest of these rows
             logp, _ = token_logprobs(policy, micro)
             loss = (-logp * micro.response_mask).sum() / num_tokens
             backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])

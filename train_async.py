@@ -3,20 +3,27 @@
     torchrun --nproc_per_node 4 train_async.py --model Qwen/Qwen2.5-7B-Instruct --samplers 4    # eight GPUs
     GLASSRL_SAMPLER_TOKEN=TOKEN python -m extras.samplers --connect tcp://HOST:PORT             # one more, anywhere
 
-The algorithm is that of train_grpo.py, and so are the loss and the names. What differs is who samples. The ranks of
-torchrun train. Each sampler has an engine; it gets prompts and weights from rank 0, and sends groups of responses. New
-weights reach it between two decoding steps, and responses in flight go on with them. So a step may learn from tokens
-of older weights: their age, in versions, is at most --max-staleness S. S = 0 is train_grpo.py with more processes.
+The algorithm is that of train_grpo.py, and so are the loss, the names and the shapes. What differs is who samples. The
+ranks of torchrun train. Each sampler has an engine. It gets prompts and weights from rank 0, and sends groups of
+responses. New weights reach it between two decoding steps, and responses in flight go on with them. So a step may learn
+from tokens that older weights have sampled. Their age, in versions of weights, is at most --max-staleness S. With S = 0
+this is train_grpo.py with more processes.
 
-The policy b that sampled a token is then not the one that the step begins with (AReaL, arXiv 2505.24298):
+So the policy that sampled a token may be older than the one with which the step begins (AReaL, arXiv 2505.24298). Let
+l_roll be the log-prob of a token by the policy that sampled it. Let l_prox be its log-prob by the proximal policy,
+which is the one around which the ratio is clipped:
 
-    ratio       ratio_it = exp(l_it - l_prox_it)       l_prox: by the proximal policy, around which the ratio is clipped
-    weight      w_it     = exp(l_prox_it - b_it)       cut to at most --rollout-is-threshold; no gradient
+    ratio       ratio_it = exp(l_it - l_prox_it)
+    weight      w_it     = exp(l_prox_it - l_roll_it)  cut to at most --rollout-is-threshold; no gradient
     loss        L        = mean over all sampled tokens of w_it times the clipped loss of train_grpo.py
 
---proximal-policy says which one that is: the policy that starts the step; the sampler's, so that w = 1 (as in PPO); or
-one between the two that costs no forward pass, AReaL's log-linear proxy: l_prox = b + (l - b) a / (a + 1) for a token
-of age a. docs/train_async.md explains all of this in more detail.
+--proximal-policy chooses the proximal policy among three:
+  1. `recomputed` is the policy that starts the step.
+  2. `loglinear` is one between this and the policy that sampled the token, and costs no forward pass. It is AReaL's
+     log-linear proxy, l_prox = l_roll + (l - l_roll) a / (a + 1) for a token of age a.
+  3. `sampler` is the policy that sampled the token, so that w = 1, as in PPO.
+
+docs/train_async.md explains all of this in more detail.
 """
 
 import math
@@ -43,7 +50,7 @@ from rl.sampling.responses import scores_of
 
 
 @dataclass(frozen=True)
-class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
+class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine, memory ...
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # The policy is loaded from this Hugging Face id or folder.
     train_batch_size: AtLeast1 = 128  # Each step takes this many prompts (P).
     # Each prompt gets this many responses (G). With one response there is nothing to compare it with.
@@ -88,7 +95,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
 
 
 def main(args: Args) -> dict[str, float]:
-    """Train with GRPO; returns the metrics of the last step and of the last evaluation."""
+    """Train with asynchronous GRPO, and return the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     task = load_task(args)
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
@@ -96,41 +103,42 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, task.tokenizer, task.total_steps)
     ranks, longest, sampling = run.ranks, task.longest, task.sampling
-    samplers = open_pool(args.pool, task, args.envs, ranks, run.folder.root, run.state)  # they start meanwhile
+    samplers = open_pool(args.pool, task, args.envs, ranks, run.folder.root, run.state)  # which start meanwhile
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.use_kl_loss else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     run.begin({"actor": (policy, optimizer)}, samplers)
 
-    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
-    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    # run.steps() saves a checkpoint before each step if --save-freq says so. A run that is asked to stop saves and
+    # exits at the next end of a phase or micro-batch. A step that has changed the weights is finished first.
     for step in run.steps(samplers.state):
-        # 1. Weights and prompts: the samplers get the policy's weights, and as many prompts as staleness allows. A
-        # prompt is a pure function of the seed and its number. A step trains on the P next ones, whoever ends first.
+        # 1. Weights and prompts. The samplers get the policy's weights, and as many prompts as --max-staleness allows.
+        # Which prompt has which number depends only on the seed. A step trains on the next P numbers, in whatever order
+        # their responses come in.
         samplers.push(step, weights_for_engine(policy, ranks))
         run.may_stop_after("update_weights")
         if run.evaluation_is_due():
             samplers.start_evaluation()
 
-        # 2. Sample: wait for G responses to each of the P prompts; most were sampled while the last step trained. Other
-        # processes have been scoring since a group was complete. Then all ranks get the scores and lengths of the whole
-        # step; tokens are on rank 0 until phase 3.
+        # 2. Sample. Wait for G responses to each of the P prompts. Most were sampled while the last step trained. Other
+        # processes score each group as soon as it is complete. Then all ranks get the scores and lengths of the whole
+        # step. Tokens are on rank 0 until phase 3.
         responses = samplers.sample(run.may_stop_after)  # B
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
 
-        # 3. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
-        # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
+        # 3. Batch. Divide the step into updates, which are one optimizer step each, and each update into micro-batches.
+        # Send each rank the tokens that it trains on. A response without a score teaches nothing, so its mask is 0.
         batch, updates = make_batch(
             responses,
             mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
             version=step,
-        )  # (b, T); with ages, if a token is older than these weights
+        )  # (b, T), with the ages of tokens if one is older than these weights
         run.may_stop_after("batch")
 
         # 4. Log-probs that stay fixed while the policy changes. With one update per step, those of the policy that
-        # starts it are not needed here: they are l in phase 6.
+        # starts it are not needed here, since they are the l of phase 6.
         if num_updates > 1 and args.proximal_policy == "recomputed":
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             run.may_stop_after("old_log_prob")
@@ -139,50 +147,55 @@ def main(args: Args) -> dict[str, float]:
             run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
-        # 5. Advantages: how much better than its group was each response? All its tokens get this number. Only scored
-        # responses count; a group with only one has mean 0 and standard deviation 1.
+        # 5. Advantages. How much better than its group was each response? All its tokens get this number. Only scored
+        # responses count. A lone scored response has nothing to compare with, so its advantage is its score: mean is 0
+        # and std is 1.
         mean, std = advantages.group_mean_std(scores_PG)  # (P, 1)
         advantages_PG = ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
-        # batch.rows (b,): which of the B responses this rank trains on.
+        # batch.rows (b,) says which of the B responses this rank trains on. Indexing with it gives (b, 1).
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
         run.may_stop_after("adv")
 
-        # 6. Updates: one for each mini-batch; its micro-batches only save memory.
+        # 6. Updates. A mini-batch makes one optimizer step, and its micro-batches only save memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         optimizer.param_groups[0]["lr"] = lr
-        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
-        for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
-            # The mini-batch's tokens on all ranks: divided by these, gradients of micro-batches and ranks just add up.
+        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # Both collect metrics for phase 7.
+        for update in updates * args.ppo_epochs:  # the list of mini-batches, once for each epoch, in the same order
+            # All ranks divide by the number of tokens that the mini-batch has on all ranks. So the gradients of
+            # micro-batches and ranks only have to be added up.
             num_tokens = max(update.num_tokens, 1)
             for micro_rows in run.micro_batches(update):
-                micro = take_rows(batch, micro_rows, ranks.device)  # (b', T'): cut to their longest row
-                # mask: 1 for sampled tokens of scored responses
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', T'), as long as the longest of these rows
+                # mask is 1 for sampled tokens of scored responses.
                 A, mask, proximal = micro.advantages, micro.response_mask, args.proximal_policy
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling)
                 if proximal == "sampler":
                     old_logp = micro.rollout_logp
                 elif proximal == "loglinear":
-                    ages = micro.columns["ages"].clamp(min=0)  # of tokens that were not sampled they are -1
-                    old_logp = torch.lerp(micro.rollout_logp, logp.detach(), ages / (ages + 1))  # a fresh one: rollout
+                    ages = micro.columns["ages"].clamp(min=0)  # Tokens that were not sampled have age -1.
+                    old_logp = torch.lerp(micro.rollout_logp, logp.detach(), ages / (ages + 1))
                 else:
                     old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 
-                # The gradient of the ratio is ratio * gradient of logp, or 0 where a clip decides. With one update a
-                # step and the proximal policy recomputed, as by default, the ratio is 1 and nothing is clipped.
-                ratio = (logp - old_logp).clamp(-20, 20).exp()  # clamped against overflow
+                # The gradient of the ratio is the ratio times the gradient of logp. Where a clip decides, it is 0. With
+                # one update per step and the proximal policy `recomputed`, which are the defaults, the ratio is 1 and
+                # nothing is clipped.
+                ratio = (logp - old_logp).clamp(-20, 20).exp()  # The clamp prevents an overflow.
                 unclipped = -A * ratio
                 clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)
                 pg_loss = torch.maximum(unclipped, clipped)
-                # Dual clip: where A < 0 nothing else bounds the loss, and one token could outweigh all others.
+                # Dual clip. Where A < 0, nothing else bounds the loss, and one token could outweigh all others.
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)
                 is_clipped = (pg_loss != unclipped).float()
-                # How much more likely the proximal policy makes a token than the one that sampled it; no gradient.
+                # Weights w say how much more likely a token is by the proximal policy than by the one that sampled it.
+                # They have no gradient.
                 weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss
                 if reference is not None:
                     x = (micro.ref_logp - logp).clamp(-20, 20)
-                    kl = (x.expm1() - x).clamp(max=10)  # k3 = e^x - x - 1, an estimate of KL(policy, reference)
+                    # The estimator k3 = e^x - x - 1 of KL(policy, reference) is never negative. It is cut at 10.
+                    kl = (x.expm1() - x).clamp(max=10)
                     loss = loss + args.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": (kl * mask).sum() / num_tokens})
                 loss = (loss * mask).sum() / num_tokens
@@ -190,24 +203,24 @@ def main(args: Args) -> dict[str, float]:
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": (pg_loss * mask).sum() / num_tokens})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
                 means.between_policies(micro, logp, old_logp, weights, proximal)
-            if not norms:  # the last moment in which the policy has the weights that were pushed
+            if not norms:  # This is the first update, and until its optimizer step the policy has the pushed weights.
                 samplers.verify(policy, args.rollout)
                 run.may_stop_after("update_actor")
             norm = clip_grad_norm(policy, args.grad_clip)
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()
             else:
-                run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
+                run.skip_update(norm, update.num_tokens, batch)  # raises an error at the third in a row
             optimizer.zero_grad(set_to_none=True)
             norms.append({"actor": norm})
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # Held-out prompts were answered beside all this, by the weights that the step began with.
+        # Held-out prompts were answered in the meantime, by the weights with which the step began.
         run.evaluate_if_due(samplers.evaluate)
 
-        # 7. Report: losses are means over updates; entropy, clipping and the like are means over all tokens;
-        # scores, advantages and lengths are described over all responses.
+        # 7. Report. Losses are means over updates. Entropy, clipping and the like are means over all tokens. Scores,
+        # advantages and lengths have their mean, maximum and minimum over all responses.
         step_metrics = {
             **metrics.of_sampled(responses, args.rollout_n),
             **metrics.describe("critic/rewards", scores_PG),

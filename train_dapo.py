@@ -4,19 +4,21 @@
     torchrun --nproc_per_node 8 train_dapo.py --model Qwen/Qwen2.5-7B-Instruct --tensor-model-parallel-size 2
 
 Decoupled Clip and Dynamic sAmpling Policy Optimization (DAPO, arXiv 2503.14476). Group, advantage, ratio and loss are
-those of train_grpo.py, without a KL term. What changes, with s_i the score and L_i the length of response i:
+those of train_grpo.py, without a KL term. Let s_i be the score and L_i the length of response i. These things change:
 
     clip-higher         the ratio may rise further than fall: clip(ratio_it, 1 - 0.2, 1 + 0.28)           phase 5
     dynamic sampling    a group with equal scores has advantage 0, so others are sampled until
                         P groups have max s_i > min s_i                                                   phase 1
     token-level loss    the mean is over all tokens of a mini-batch, as in train_grpo.py already          phase 5
-    overlong responses  reward r_i = s_i - factor * max(0, (L_i - free) / buffer): the last tokens
-                        before the limit cost more and more; free + buffer = limit                        phase 4
+    overlong responses  reward r_i = s_i - factor * max(0, (L_i - free) / buffer): the penalty grows in
+                        the buffer, the zone before the limit; free + buffer = limit                      phase 4
                         with --overlong-filtering a response cut at the limit is not learned from         phase 4
 
-Where this departs from the paper: 1. groups sampled beyond the batch wait for the next step instead of being thrown
-away, and --rollout-is corrects for the older policy that sampled them; 2. the standard deviation is unbiased; 3. where
-A is negative the loss is at most 10 |A| (dual clip, arXiv 1912.09729).
+Where this departs from the paper:
+  1. Groups that were sampled beyond the batch wait for the next step, while the paper throws them away. --rollout-is
+     corrects for the older policy that sampled them.
+  2. The standard deviation is unbiased: it divides by G - 1.
+  3. Where A is negative, the loss is at most 10 |A| (dual clip, arXiv 1912.09729).
 
 Shapes are those of train_grpo.py. docs/train_dapo.md explains the four changes and their flags.
 """
@@ -45,7 +47,7 @@ from rl.sampling.responses import lengths_of, scores_of
 
 
 @dataclass(frozen=True)
-class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
+class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine, memory ...
     filter_groups: bool = True  # Dynamic sampling: replace groups whose responses all have the same score.
     # This has to differ within a group. It is the score, or one of its components, such as acc.
     filter_groups_metric: str = "score"
@@ -73,7 +75,8 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     clip_ratio_high: NotNegative = 0.28
     clip_ratio_c: Above1 = 10.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
 
-    # --- what follows is as in train_grpo.py, except for some defaults
+    # --- The other flags are those of train_grpo.py. These defaults differ: ppo_mini_batch_size, lr_warmup_steps,
+    # --- weight_decay, and rollout_is.
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # The policy is loaded from this Hugging Face id or folder.
     train_batch_size: AtLeast1 = 128  # Each step takes this many prompts (P).
     rollout_n: Few = 8  # Each prompt gets this many responses (G). Scores can differ only among two or more.
@@ -120,7 +123,7 @@ def validate(args: Args) -> None:
 
 
 def main(args: Args) -> dict[str, float]:
-    """Train with DAPO; returns the metrics of the last step and of the last evaluation."""
+    """Train with DAPO, and return the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     validate(args)
     task = load_task(args)
@@ -136,7 +139,7 @@ def main(args: Args) -> dict[str, float]:
     run = Run(args, task.tokenizer, task.total_steps)
     ranks, longest, sampling = run.ranks, task.longest, task.sampling
     drawn = run.state.get("drawn", 0)  # rounds of sampling since the run began
-    # Groups of earlier steps; none in a new run.
+    # Surplus groups of earlier steps wait here. A new run has none.
     waiting = loaded_groups([x.get("surplus", []) for x in run.states], task.train_rows, args.rollout_n, ranks)
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     sampler = open_sampler(args, task, run)
@@ -146,17 +149,18 @@ def main(args: Args) -> dict[str, float]:
     def loop_state() -> dict[str, Any]:
         return {"drawn": drawn, "surplus": saved_groups(waiting)} | sampler.state()
 
-    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
-    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    # run.steps() saves a checkpoint before each step if --save-freq says so. A run that is asked to stop saves and
+    # exits at the next end of a phase or micro-batch. A step that has changed the weights is finished first.
     for step in run.steps(loop_state):
         run.evaluate_if_due(sampler.evaluate, policy)
 
-        # 1. Dynamic sampling: each round samples G responses to each prompt and waits for their scores. Rounds go on
-        # until P groups are kept. The engine has the policy's weights so long. The run ends if the trainer's log-probs
-        # of a few responses differ too much from the engine's. All ranks get the scores and lengths; tokens stay on the
-        # rank that sampled them until phase 2.
+        # 1. Dynamic sampling. Each sampling round samples G responses to each prompt and waits for their scores. Rounds
+        # go on until P groups are kept. The engine keeps the policy's weights until then. The run ends if the trainer's
+        # log-probs of a few responses differ too much from the engine's. All ranks get the scores and lengths. Tokens
+        # stay on the rank that sampled them until phase 2.
         sampler.wake(policy)
-        groups, sampled, num_rounds = waiting, [], 0  # groups: lists of G responses; sampled: in this step, kept or not
+        # A group is a list of G responses. `groups` has those that are kept, and `sampled` all that this step sampled.
+        groups, sampled, num_rounds = waiting, [], 0
         while len(groups) < args.train_batch_size:
             if num_rounds == args.max_num_gen_batches:
                 raise RuntimeError(
@@ -164,10 +168,11 @@ def main(args: Args) -> dict[str, float]:
                     f"rounds, and {len(groups)} are kept, fewer than --train-batch-size {args.train_batch_size}; "
                     "the data is too easy or too hard, or the bound too low"
                 )
-            # Prompts are a pure function of (seed, round): a resumed run sees what the unbroken one would have seen.
+            # Which prompts these are depends only on the seed and the number of the round, so a resumed run sees the
+            # same ones.
             responses = sampler.sample(policy, drawn, stays_awake=True)
             fresh = [responses[i : i + args.rollout_n] for i in range(0, len(responses), args.rollout_n)]
-            # A group carries a signal if the scores in it differ; a response without a score (NaN) does not count.
+            # A group carries a signal if the scores in it differ. A response without a score (NaN) does not count.
             values_PG = components_of(responses, [args.filter_groups_metric]).view(-1, args.rollout_n)
             has_spread = [len(values[~values.isnan()].unique()) > 1 for values in values_PG]
             kept = [x for x, differs in zip(fresh, has_spread, strict=True) if differs or not args.filter_groups]
@@ -177,12 +182,12 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("gen")
         sampler.sleep(policy)
 
-        # 2. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
-        # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
+        # 2. Batch. Divide the step into updates, which are one optimizer step each, and each update into micro-batches.
+        # Send each rank the tokens that it trains on. A response without a score teaches nothing, so its mask is 0.
         responses = [r for group in groups for r in group]  # B
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
         trainable = scores_PG.isfinite().flatten()  # (B,)
-        if args.overlong_filtering:  # nor does a response that was cut: nobody knows how it would have ended
+        if args.overlong_filtering:  # Nor does a response that was cut, since nobody knows how it would have ended.
             trainable &= torch.tensor([r.finish_reason != "length" for r in responses])
         batch, updates = make_batch(
             responses,
@@ -195,49 +200,53 @@ def main(args: Args) -> dict[str, float]:
         num_updates = len(updates) * args.ppo_epochs
         run.may_stop_after("batch")
 
-        # 3. Log-probs that stay fixed while the policy changes: by the policy that starts the step. With one update a
-        # step they are not needed: then the policy has not changed yet.
+        # 3. Log-probs, by the policy that starts the step, that stay fixed while the policy changes. With one update
+        # per step they are not needed, since the policy has not changed yet when phase 5 computes l.
         if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             run.may_stop_after("old_log_prob")
 
         # === algorithm ================================================================================================
-        # 4. Advantages: how much better than its group was each response, once long ones have paid?
+        # 4. Advantages. How much better than its group was each response, after the penalty for length?
         rewards_PG = scores_PG
-        if buffer:  # overlong punishment: from 0 at `free` tokens to the whole factor at the limit
+        if buffer:  # The penalty grows from 0 at `free` tokens to the whole factor at the limit.
             free = args.max_response_length - buffer
             excess_PG = (lengths_of(responses, whole=True).view(-1, args.rollout_n) - free) / buffer
             rewards_PG = scores_PG - (excess_PG * args.overlong_penalty_factor).clamp(min=0)
-        mean, std = advantages.group_mean_std(rewards_PG)  # (P, 1), of scored responses; 0 and 1 if only one is scored
+        # Mean and std (P, 1) are over scored responses. If only one is scored, they are 0 and 1, and its reward is its
+        # advantage.
+        mean, std = advantages.group_mean_std(rewards_PG)
         advantages_PG = ((rewards_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
         run.may_stop_after("adv")
 
-        # 5. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
+        # 5. Updates. A mini-batch makes one optimizer step, and its micro-batches only save memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         optimizer.param_groups[0]["lr"] = lr
-        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
-        for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
+        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # Both collect metrics for phase 6.
+        for update in updates * args.ppo_epochs:  # the list of mini-batches, once for each epoch, in the same order
             for micro_rows in run.micro_batches(update):
-                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t), as long as the longest of these rows
                 A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 
-                # The gradient of the ratio is ratio * gradient of logp. Where the clip decides, the gradient is 0.
+                # The gradient of the ratio is the ratio times the gradient of logp. Where a clip decides, it is 0.
                 ratio = (logp - old_logp).clamp(-20, 20).exp()
                 unclipped = -A * ratio
                 clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)  # clip-higher: high > low
                 pg_loss = torch.maximum(unclipped, clipped)
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)  # dual clip
                 is_clipped = (pg_loss != unclipped).float()
-                # By default exp(old_logp - rollout_logp), at most 2: groups that waited are from an older policy.
+                # By default weights are exp(old_logp - rollout_logp), at most 2, since an older policy sampled the
+                # groups that waited.
                 weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss - args.entropy_coeff * entropy
 
                 # Token-level loss: every token of the mini-batch weighs the same, in a short or a long response.
-                # num_tokens counts the whole mini-batch on all ranks, so gradients of micro-batches and ranks add up.
+                # num_tokens counts the whole mini-batch on all ranks, so the gradients of micro-batches and ranks add
+                # up.
                 if args.loss_agg_mode == "token-mean":
                     loss, pg_loss = ((x * mask).sum() / max(update.num_tokens, 1) for x in (loss, pg_loss))
                 else:  # means over responses
@@ -251,18 +260,18 @@ def main(args: Args) -> dict[str, float]:
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()
             else:
-                run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
+                run.skip_update(norm, update.num_tokens, batch)  # raises an error at the third in a row
             optimizer.zero_grad(set_to_none=True)
             norms.append({"actor": norm})
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # 6. Report: losses are means over updates; entropy, clipping and the like are means over all tokens;
-        # scores, advantages and lengths are described over all responses.
+        # 6. Report. Losses are means over updates. Entropy, clipping and the like are means over all tokens. Scores,
+        # advantages and lengths have their mean, maximum and minimum over all responses.
         judged = [r for group in sampled or groups for r in group]  # kept or not
         step_metrics = {
             **metrics.of_sampled(judged, args.rollout_n),
-            **metrics.of_lengths(responses),  # of those that it has learned from
+            **metrics.of_lengths(responses),  # only of those that the step has learned from
             **metrics.describe("critic/rewards", rewards_PG),
             **metrics.describe("critic/advantages", advantages_PG[scores_PG.isfinite()]),
             **metrics.of_norms(norms),

@@ -4,24 +4,24 @@
     torchrun train_distill.py --loss-mode jsd --jsd-beta 0.5 --distill-top-k 32                     # GKD
     torchrun train_distill.py --teacher-url http://gpu7:8000 --teacher-model Qwen/Qwen2.5-72B-Instruct
 
-The small model is the student, and the policy that is trained. The large one is the teacher. The student learns on its
-own responses, so it also sees the places that its own mistakes lead to. With l_it its log-probability of token t of
-response i, and l_teacher_it the teacher's:
+The small model is the student, which is the policy that is trained. The large one is the teacher. The student learns on
+its own responses, so it also sees where its own mistakes lead. Let l_it be its log-probability of token t of response
+i, and l_teacher_it that of the teacher:
 
     advantage   A_it     = l_teacher_it - l_rollout_it     l_rollout: the student's when it sampled, by the engine
     ratio       ratio_it = exp(l_it - l_old_it)            l_old: l when the step began, so 1 at first
     loss        L        = mean over all sampled tokens of max(-A_it ratio_it, -A_it clip(ratio_it, 1 - low, 1 + high))
 
 The gradient of L estimates that of KL(student, teacher) from one token ("On-Policy Distillation", Thinking Machines
-2025). --loss-mode forward_kl, reverse_kl and jsd compare whole distributions instead (GKD, arXiv 2306.13649): then L is
+2025). --loss-mode forward_kl, reverse_kl and jsd compare whole distributions instead (GKD, arXiv 2306.13649). Then L is
 the mean over all sampled tokens of a distance, see DISTANCES. --reward-coef adds the advantage of train_grpo.py to A.
 
-Where this departs from the papers: all responses are the student's (lambda = 1 in GKD), and no gradient flows through
-the sampling; a distance looks at the teacher's --distill-top-k most likely tokens, and takes all others as one; the
-loss is clipped as in train_grpo.py, which matters only with several updates per step.
+Where this departs from the papers:
+  1. All responses are the student's (lambda = 1 in GKD), and no gradient flows through the sampling.
+  2. A distance looks at the teacher's --distill-top-k most likely tokens, and takes all others as one.
+  3. The loss is clipped as in train_grpo.py, which matters only with several updates per step.
 
-P prompts per step, B = P * G responses, b of them on this process (rank), T tokens. Tensors of tokens are (b, T), and
-position t describes token t given the tokens before it. See docs/train_distill.md.
+Shapes are those of train_grpo.py. docs/train_distill.md explains more.
 """
 
 import math
@@ -45,10 +45,11 @@ from rl.run.run import Run
 from rl.run.task import load_task, open_sampler
 from rl.sampling.responses import scores_of
 
-# --loss-mode -> function: log-probs of K tokens by student and teacher (R, K), beta -> distance (R,). With p_S and p_T
-# their probabilities, KL(p, q) = sum over the K tokens of p (log p - log q). None: no distance, the advantage above.
+# The functions of --loss-mode make a distance (R,) from the log-probs (R, K) of K tokens by student and teacher, and
+# from beta. p_S and p_T are the probabilities of these tokens, and KL(p, q) = sum over the K tokens of p (log p - log
+# q).
 DISTANCES = {
-    "sampled": None,
+    "sampled": None,  # There is no distance, but the advantage above.
     "forward_kl": distillation.forward_kl,  # KL(p_T, p_S)
     "reverse_kl": distillation.reverse_kl,  # KL(p_S, p_T)
     "jsd": distillation.jsd,  # beta KL(p_T, m) + (1 - beta) KL(p_S, m), with m = beta p_T + (1 - beta) p_S
@@ -56,7 +57,7 @@ DISTANCES = {
 
 
 @dataclass(frozen=True)
-class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
+class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine, memory ...
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"  # The student is loaded from this Hugging Face id or folder.
     train_batch_size: AtLeast1 = 128  # Each step takes this many prompts (P).
     rollout_n: Few = 8  # Each prompt gets this many responses (G).
@@ -121,7 +122,7 @@ def validate(args: Args) -> None:
 
 
 def main(args: Args) -> dict[str, float]:
-    """Distill; returns the metrics of the last step and of the last evaluation."""
+    """Distill, and return the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     validate(args)
     task = load_task(args)
@@ -140,19 +141,19 @@ def main(args: Args) -> dict[str, float]:
     visiting = teacher if args.teacher.teacher_offload else None  # on the device only while it is asked
     run.begin({"actor": (policy, optimizer)}, sampler, visiting=visiting)
 
-    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
-    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    # run.steps() saves a checkpoint before each step if --save-freq says so. A run that is asked to stop saves and
+    # exits at the next end of a phase or micro-batch. A step that has changed the weights is finished first.
     for step in run.steps(sampler.state):
         run.evaluate_if_due(sampler.evaluate, policy)
 
-        # 1. Sample: the engine gets the student's weights, and samples G responses to each prompt. The run ends if the
+        # 1. Sample. The engine gets the student's weights, and samples G responses to each prompt. The run ends if the
         # trainer's log-probs of a few of them differ too much from the engine's. All ranks get the scores and lengths
-        # of the whole step; tokens stay on the rank that sampled them until phase 2.
+        # of the whole step. Tokens stay on the rank that sampled them until phase 2.
         responses = sampler.sample(policy, step)  # B
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
 
-        # 2. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
-        # and send each rank the tokens that it trains on. The teacher also judges responses without a score, except for
+        # 2. Batch. Divide the step into updates, which are one optimizer step each, and each update into micro-batches.
+        # Send each rank the tokens that it trains on. The teacher also judges responses without a score, except for
         # conversations whose environment has failed.
         batch, updates = make_batch(
             responses,
@@ -164,9 +165,10 @@ def main(args: Args) -> dict[str, float]:
         )  # (b, T)
         run.may_stop_after("batch")
 
-        # 3. Log-probs that stay fixed while the student changes: by the student that starts the step, and by the
-        # teacher (ref_logp of the sampled tokens; for a distance also top_ids and top_logp (b, T, K) of its most likely
-        # tokens). With one update per step the first are not needed: then the student has not changed yet.
+        # 3. Log-probs that stay fixed while the student changes. Those by the student that starts the step are needed
+        # only with several updates per step, since the student has not changed before the first. Those by the teacher
+        # are ref_logp of the sampled tokens. For a distance, top_ids and top_logp (b, T, K) have its most likely
+        # tokens.
         if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             run.may_stop_after("old_log_prob")
@@ -175,45 +177,48 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
-        # 4. Advantages: how much more likely was each token to the teacher than to the student that sampled it? With
+        # 4. Advantages. How much more likely was each token to the teacher than to the student that sampled it? With
         # --reward-coef all tokens of a response also get its advantage of GRPO.
         of_tokens = args.distillation_loss_coef * (batch.ref_logp - batch.rollout_logp)  # (b, T)
-        if distance_of is not None:  # the distance joins the loss in phase 5 instead
+        if distance_of is not None:  # Instead, the distance joins the loss in phase 5.
             of_tokens = torch.zeros_like(of_tokens)
-        mean, std = advantages.group_mean_std(scores_PG)  # (P, 1), of scored responses; 0 and 1 if only one is scored
+        # Mean and std (P, 1) are over scored responses. If only one is scored, they are 0 and 1, and its score is its
+        # advantage.
+        mean, std = advantages.group_mean_std(scores_PG)
         of_responses_PG = args.reward_coef * ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # 0 without a score
         both = (of_responses_PG.view(-1, 1)[batch.rows] + of_tokens) * batch.response_mask
         batch = replace(batch, advantages=both)  # (b, T)
         run.may_stop_after("adv")
 
-        # 5. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
+        # 5. Updates. A mini-batch makes one optimizer step, and its micro-batches only save memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         optimizer.param_groups[0]["lr"] = lr
-        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
-        for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
-            # aggregate: the sum over all tokens / num_tokens, unless --loss-agg-mode asks for another mean. Its numbers
-            # count the whole mini-batch on all ranks, so gradients of micro-batches and ranks add up.
+        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # Both collect metrics for phase 6.
+        for update in updates * args.ppo_epochs:  # the list of mini-batches, once for each epoch, in the same order
+            # aggregate is the sum over all tokens / num_tokens, unless --loss-agg-mode has another mean. The counts are
+            # of the whole mini-batch on all ranks, so the gradients of micro-batches and ranks add up.
             scale = args.loss_scale_factor or args.max_response_length
             denominators = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
             aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
             for micro_rows in run.micro_batches(update):
-                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t), as long as the longest of these rows
                 A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
-                # distance (b', t): see DISTANCES; without one it is logp - ref_logp, for the log only. shares: how much
-                # probability student and teacher give to the K tokens.
+                # DISTANCES has the distance (b', t). Without one it is logp - ref_logp, and serves only the log. shares
+                # say how much probability student and teacher give to the K tokens.
                 logp, entropy, distance, shares = token_distances(
                     policy, micro, distance_of, beta=args.jsd_beta, sampling=sampling
                 )
                 old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 
-                # The gradient of the ratio is ratio * gradient of logp. Where the clip decides, the gradient is 0.
+                # The gradient of the ratio is the ratio times the gradient of logp. Where a clip decides, it is 0.
                 ratio = (logp - old_logp).clamp(-20, 20).exp()
                 unclipped = -A * ratio
                 clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)
                 pg_loss = torch.maximum(unclipped, clipped)
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)  # dual clip
                 is_clipped = (pg_loss != unclipped).float()
-                # The engine's log-probs are not quite the trainer's. Corrects for that if a flag asks for it; else 1.
+                # The engine's log-probs are not quite the trainer's. If a flag asks for it, weights correct for that.
+                # Otherwise they are 1.
                 weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss
@@ -230,14 +235,14 @@ def main(args: Args) -> dict[str, float]:
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()
             else:
-                run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
+                run.skip_update(norm, update.num_tokens, batch)  # raises an error at the third in a row
             optimizer.zero_grad(set_to_none=True)
             norms.append({"actor": norm})
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # 6. Report: losses are means over updates; entropy, clipping and the like are means over all tokens;
-        # scores, advantages and lengths are described over all responses.
+        # 6. Report. Losses are means over updates. Entropy, clipping and the like are means over all tokens. Scores,
+        # advantages and lengths have their mean, maximum and minimum over all responses.
         step_metrics = {
             **metrics.of_sampled(responses, args.rollout_n),
             **metrics.describe_tokens("critic/advantages", batch.advantages, batch.response_mask, ranks),

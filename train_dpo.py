@@ -5,25 +5,26 @@
     torchrun train_dpo.py --offline --train-files data/preferences/train.parquet                   # DPO as published
 
 Direct Preference Optimization (arXiv 2305.18290) needs no advantages and no critic. A pair is two responses to one
-prompt, a chosen and a rejected one. The policy is the model that learns, the reference is the policy before training.
-With l_t the log-probability that the policy gives to token t of a response, and l_ref_t that of the reference:
+prompt, a chosen and a rejected one. The policy is the model that learns, and the reference is the policy before
+training. Let l_t be the log-probability that the policy gives to token t of a response, and l_ref_t that of the
+reference:
 
     log-ratio   h = sum over t of (l_t - l_ref_t)          h_w of the chosen response (it wins), h_l of the rejected one
     loss        L = mean over pairs of -log sigmoid(beta (h_w - h_l))
 
-beta h is called the implicit reward of a response: the loss is small if that of the chosen one is much larger. IPO,
-SPPO, SLiC and KTO have other losses of the same h (--loss-type, `LOSSES` below). Self-play (SPIN, arXiv 2401.01335, and
-SPPO) makes the policy the new reference every --ref-update-steps steps.
+beta h is called the implicit reward of a response. The loss is small if that of the chosen response is much larger than
+that of the rejected one. IPO, SPPO, SLiC and KTO have other losses of the same h (--loss-type, `LOSSES` below).
+Self-play (SPIN, arXiv 2401.01335, and SPPO) makes the policy the new reference every --ref-update-steps steps.
 
 Where this departs from the papers:
-  1. the policy samples the responses and the reward decides which is better (OAIF, arXiv 2402.04792), unless --offline;
-  2. SPPO's probability to win is 1 or 0, not a model's estimate, and IPO's log-ratios are means over tokens, as in TRL;
-  3. KTO, which can do without pairs, gets pairs too, and its KL is estimated from those of the step;
-  4. SPIN's responses come from the policy of today, not from that of the last iteration, which is the reference.
+  1. The policy samples the responses, and the reward decides which is better (OAIF, arXiv 2402.04792), unless
+     --offline.
+  2. SPPO's probability to win is 1 or 0, and not a model's estimate. IPO's log-ratios are means over tokens, as in TRL.
+  3. KTO, which can do without pairs, gets pairs too. Its KL is estimated from those of the step.
+  4. SPIN's responses come from the policy of today, and not from that of the last iteration, which is the reference.
 
-P prompts per step, G responses to each, N pairs; 2N rows (chosen, rejected, chosen, ...), of which b are on this
-process (rank). Tensors of tokens are (b, T), and position t describes token t given the tokens before it.
-docs/train_dpo.md explains more.
+Shapes are those of train_grpo.py, but there are N pairs, and so 2N rows (chosen, rejected, chosen, ...), of which b are
+on this process (rank). docs/train_dpo.md explains more.
 """
 
 import math
@@ -50,29 +51,33 @@ from rl.run.task import load_task, open_sampler
 from rl.sampling.responses import scores_of
 from rl.sampling.sampler import Sampler
 
-# The loss of each pair, (N,). h_w, h_l (N,): log-ratios of the chosen and the rejected response; T_w, T_l (N,): their
-# tokens; k_w, k_l: means of h_w and of h_l over all pairs of the step, by the policy that begins it.
+# The loss of each pair, (N,). h_w and h_l (N,) are the log-ratios of the chosen and the rejected response. T_w and T_l
+# (N,) are their numbers of tokens. k_w and k_l are the means of h_w and of h_l over all pairs of the step, by the
+# policy that begins it. Each loss ignores what it does not need (**_).
 LOSSES = {
-    # Minus the log-likelihood (Bradley and Terry) that the chosen one wins: DPO, eq. 7; with solutions SPIN, eq. 4.7.
-    # e is --label-smoothing: conservative DPO, eq. 3 of ericmitchell.ai/cdpo.pdf.
+    # DPO, eq. 7: minus the log-likelihood (Bradley and Terry) that the chosen response wins. With solutions it is SPIN,
+    # eq. 4.7. e is --label-smoothing, see conservative DPO, eq. 3 of ericmitchell.ai/cdpo.pdf.
     "dpo": lambda h_w, h_l, beta, e, **_: (
         -(1 - e) * F.logsigmoid(beta * (h_w - h_l)) - e * F.logsigmoid(beta * (h_l - h_w))
     ),
-    # (h_w / T_w - h_l / T_l - 1 / (2 beta))^2: a finite goal. The paper does not divide by T. Eq. 17, arXiv 2310.12036.
+    # IPO, eq. 17, arXiv 2310.12036: (h_w / T_w - h_l / T_l - 1 / (2 beta))^2 pulls the margin to a finite target. The
+    # paper does not divide by T.
     "ipo": lambda h_w, h_l, T_w, T_l, beta, **_: (
         h_w / T_w.clamp(min=1) - h_l / T_l.clamp(min=1) - 1 / (2 * beta)
     ).square(),
-    # Each log-ratio has its goal, (chance to win - 1/2) / beta; the paper's eta is 1 / beta. Eq. 4.7, arXiv 2405.00675.
+    # SPPO, eq. 4.7, arXiv 2405.00675: each log-ratio has a target, (chance to win - 1/2) / beta. The paper's eta is
+    # 1 / beta.
     "sppo": lambda h_w, h_l, beta, **_: (h_w - 0.5 / beta).square() + (h_l + 0.5 / beta).square(),
-    # max(0, 1 - beta (h_w - h_l)). SLiC-HF, eq. 1, arXiv 2305.10425; with log-ratios it is RSO's, arXiv 2309.06657.
+    # SLiC-HF, eq. 1, arXiv 2305.10425: max(0, 1 - beta (h_w - h_l)). With log-ratios it is RSO's, arXiv 2309.06657.
     "hinge": lambda h_w, h_l, beta, **_: F.relu(1 - beta * (h_w - h_l)),
-    # 1 - (sigmoid(beta (h_w - max(k_l, 0))) + sigmoid(beta (max(k_w, 0) - h_l))) / 2: a gain and a loss, each compared
-    # with how far the policy has moved on the other half of the responses. arXiv 2402.01306, as in TRL 0.8.
+    # KTO, arXiv 2402.01306, as in TRL 0.8. A gain and a loss are each compared with how far the policy has moved on the
+    # other half of the responses: 1 - (sigmoid(beta (h_w - max(k_l, 0))) + sigmoid(beta (max(k_w, 0) - h_l))) / 2
     "kto_pair": lambda h_w, h_l, k_w, k_l, beta, **_: (
         (2 - (beta * (h_w - F.relu(k_l.detach()))).sigmoid() - (beta * (F.relu(k_w.detach()) - h_l)).sigmoid()) / 2
     ),
 }
-PAIRS = {  # (scores (P, G), margin) -> places (N, 2) of chosen and rejected among all P * G responses
+# From scores (P, G) and a margin, each makes the places (N, 2) of chosen and rejected ones among all P * G responses.
+PAIRS = {
     "best_worst": preference.best_against_worst,
     "all": preference.all_pairs,
     "solution": preference.first_against_all,
@@ -80,7 +85,7 @@ PAIRS = {  # (scores (P, G), margin) -> places (N, 2) of chosen and rejected amo
 
 
 @dataclass(frozen=True)
-class Args(RLBase):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory ...
+class Args(RLBase):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine ...
     rows_per_unit = 2  # a pair is in one micro-batch
     # The policy and the first reference are loaded from this Hugging Face id or folder.
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"
@@ -138,7 +143,7 @@ def check_pairs(args: Args) -> None:
 
 
 class Offline(Sampler):
-    """Samples nothing: the data has the responses."""
+    """Samples nothing, since the data has the responses."""
 
     def complete_groups(self, step: int) -> tuple[list[Row], list[Sample]]:
         """The prompts of a step, and no samples."""
@@ -146,12 +151,13 @@ class Offline(Sampler):
 
 
 def main(args: Args) -> dict[str, float]:
-    """Train on pairs; returns the metrics of the last step and of the last evaluation."""
+    """Train on pairs, and return the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     check_pairs(args)
     read_train = read_comparisons if args.offline else None
     task = load_task(args, read_train=read_train)
-    # Each row gets "given", the responses that the data has: chosen and rejected, or the solution, or none.
+    # Each row gets "given", which are the responses that the data has. They are chosen and rejected, or the solution,
+    # or none.
     solution = [f"extra_info.{args.solution_key}"] if args.pairs == "solution" else []
     columns = ["chosen", "rejected"] if args.offline else solution
     drops_overlong = args.data.filter_overlong_prompts
@@ -168,27 +174,27 @@ def main(args: Args) -> dict[str, float]:
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     saved = {"actor": (policy, optimizer)}
-    saved |= {"reference": (reference, None)} if args.ref_update_steps else {}  # it changes, without an optimizer
+    saved |= {"reference": (reference, None)} if args.ref_update_steps else {}  # It changes without an optimizer.
     run.begin(saved, sampler)
 
-    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
-    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    # run.steps() saves a checkpoint before each step if --save-freq says so. A run that is asked to stop saves and
+    # exits at the next end of a phase or micro-batch. A step that has changed the weights is finished first.
     for step in run.steps(sampler.state):
         run.evaluate_if_due(sampler.evaluate, policy)
 
-        # 1. Sample: the engine gets the policy's weights, and samples responses to each prompt, offline none. The run
-        # ends if the trainer's log-probs of a few of them differ too much from the engine's. All ranks get the scores
-        # and lengths of the whole step; tokens stay on the rank that sampled them until phase 2.
+        # 1. Sample. The engine gets the policy's weights, and samples responses to each prompt, or none with --offline.
+        # The run ends if the trainer's log-probs of a few of them differ too much from the engine's. All ranks get the
+        # scores and lengths of the whole step. Tokens stay on the rank that sampled them until phase 2.
         sampled = sampler.sample(policy, step)
 
         # 2. Pairs and batch. A prompt has G responses: first those that the data gives, then the sampled ones. A given
         # response has the score 1 if it is the chosen one or the solution, and 0 if it is the rejected one. A response
-        # may be in several pairs. A step in which the responses to every prompt score the same has no pair: it makes no
-        # update. Both rows of a pair are in the same micro-batch.
+        # may be in several pairs. A step in which the responses to every prompt score the same has no pair, and makes
+        # no update. Both rows of a pair are in the same micro-batch.
         responses = with_given(sampler.rows, sampled, ranks)  # P * G
         scores_PG = scores_of(responses).view(len(sampler.rows), -1)  # (P, G), NaN for a response without a score
-        pairs = PAIRS[args.pairs](scores_PG, args.pair_margin)  # (N, 2): places in `responses` of chosen and rejected
-        paired = [responses[i] for i in pairs.flatten().tolist()]  # 2N: chosen, rejected, chosen, ...
+        pairs = PAIRS[args.pairs](scores_PG, args.pair_margin)  # (N, 2), places in `responses`
+        paired = [responses[i] for i in pairs.flatten().tolist()]  # 2N, namely chosen, rejected, chosen, ...
         batch, updates = make_batch(
             paired,
             trainable=torch.ones(len(paired), dtype=torch.bool),
@@ -206,7 +212,7 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
-        # 4. For KTO alone: k_w and k_l, how far the policy has moved from the reference when the step begins.
+        # 4. k_w and k_l, for KTO alone. They say how far the policy has moved from the reference when the step begins.
         k = torch.zeros(2)
         if args.loss_type == "kto_pair" and len(pairs):
             old_logp = fixed_logprobs(policy, batch, updates, sampling=sampling)
@@ -214,19 +220,19 @@ def main(args: Args) -> dict[str, float]:
             run.may_stop_after("old_log_prob")
         k_w, k_l = k.to(ranks.device)
 
-        # 5. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
+        # 5. Updates. A mini-batch makes one optimizer step, and its micro-batches only save memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=len(updates) * args.ppo_epochs), []
-        for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
-            num_pairs = len(update.rows) / 2  # of the mini-batch on all ranks: gradients of ranks simply add up
+        for update in updates * args.ppo_epochs:  # the list of mini-batches, once for each epoch, in the same order
+            num_pairs = len(update.rows) / 2  # of the mini-batch on all ranks, so the gradients of ranks add up
             for micro_rows in run.micro_batches(update):
-                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
-                mask = micro.response_mask  # 1 for the tokens of responses; elsewhere logp and ref_logp are 0
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t), as long as the longest of these rows
+                mask = micro.response_mask  # 1 for the tokens of responses. Elsewhere logp and ref_logp are 0.
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling)
 
-                # Sums over tokens, (b' / 2, 2): chosen, rejected. A rank that has run out of pairs (n = 0) runs an
-                # empty row through the model, which has no part in the sums.
+                # Sums over tokens (b' / 2, 2), of chosen and of rejected ones. A rank that has run out of pairs (n = 0)
+                # runs an empty row through the model, which has no part in the sums.
                 n = len(micro_rows)
                 logps = logp[:n].sum(1).view(-1, 2)
                 log_ratios = (logp - micro.ref_logp)[:n].sum(1).view(-1, 2)
@@ -243,15 +249,16 @@ def main(args: Args) -> dict[str, float]:
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()
             else:
-                run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
+                run.skip_update(norm, update.num_tokens, batch)  # raises an error at the third in a row
             optimizer.zero_grad(set_to_none=True)
             norms.append({"actor": norm})
         if not scores_PG.isfinite().any():
-            run.skip_update(0.0, 0.0, batch)  # likewise: scores that never come are no reason to train on nothing
+            run.skip_update(0.0, 0.0, batch)  # So if no response gets a score three times in a row, the run stops.
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # 6. Report: losses are means over updates, other metrics means over all pairs, or their tokens, of all ranks.
+        # 6. Report. Losses are means over updates. Other metrics are means over all pairs, or their tokens, of all
+        # ranks.
         step_metrics = {
             **metrics.of_sampled(sampled, args.rollout_n),
             **metrics.of_norms(norms),

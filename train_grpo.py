@@ -1,27 +1,34 @@
 """GRPO: sample a group of responses to each prompt, and make those more likely that score better than their group.
 
     torchrun train_grpo.py --model Qwen/Qwen2.5-1.5B-Instruct                       # one GPU, GSM8K
-    torchrun --nproc_per_node 8 train_grpo.py --model Qwen/Qwen2.5-7B-Instruct --tensor-model-parallel-size 2
+    torchrun --nproc_per_node 8 train_grpo.py --model Qwen/Qwen2.5-7B-Instruct      # eight GPUs
     make demo                                                                       # two CPU cores
 
-Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300). The policy is the model that learns. It answers
-each prompt G times: a group. With s_i the score of response i, and l_it the log-probability of its token t given the
-tokens before it, at the temperature and top-p that sampled it:
+Group Relative Policy Optimization was published with DeepSeekMath (arXiv 2402.03300). The policy is the model that
+learns. It samples G responses to each prompt. These G responses are the prompt's group, and a reward function gives
+each of them a score. Let s_i be the score of response i. Let l_it be the log-probability that the policy gives to token
+t of response i, after the tokens before it:
 
     advantage   A_i      = (s_i - mean of its group) / (standard deviation of its group + 1e-6)
     ratio       ratio_it = exp(l_it - l_old_it)        l_old: l when the step began, so the first update has ratio 1
     loss        L        = mean over all sampled tokens of max(-A_i ratio_it, -A_i clip(ratio_it, 1 - low, 1 + high))
 
-Where this departs from the paper, as most code does: the mean is over all tokens, as in DAPO, and not over the means of
-the responses; there is no KL term unless --use-kl-loss; the standard deviation is unbiased; where A is negative, the
-loss is at most 3 |A| (dual clip, arXiv 1912.09729). Other estimators, losses and KL terms: train_grpo_variants.py.
+Papers maximize min(A ratio, A clip(ratio)), which is the same as to minimize this maximum.
 
-A step samples, scores and learns. An update is one optimizer step, on one mini-batch of the step's responses.
+Where this departs from the paper, as most code does:
+  1. The mean is over all tokens, as in DAPO. The paper first takes the mean of each response.
+  2. There is no KL term unless --use-kl-loss.
+  3. The standard deviation is unbiased: it divides by G - 1.
+  4. Where A is negative, the loss of a token is at most 3 |A| (dual clip, arXiv 1912.09729).
 
-A step has P prompts and B = P * G responses, b of which this process (rank) trains on. Prompt and response have at most
-T tokens. Tensors of tokens are (b, T), and position t describes token t given the tokens before it. Names with _PG are
-(P, G). Flags and metrics have verl's names: the actor is the policy, and critic/ has scores and advantages.
-docs/train_grpo.md explains all of this in more detail, docs/architecture.md what happens on several GPUs.
+train_grpo_variants.py has other estimators, losses and KL terms.
+
+A step samples responses, scores them and learns from them. It makes one update or more. Each update is one optimizer
+step, on one mini-batch of the step's responses. docs/train_grpo.md explains all of this in more detail.
+
+torchrun starts a process, called a rank, for each GPU. The ranks share the prompts of a step, and each of them holds a
+part of the model's parameters (FSDP2). Each has an engine of its own, unless --tensor-model-parallel-size lets several
+ranks share one. docs/architecture.md explains this.
 """
 
 import math
@@ -43,9 +50,17 @@ from rl.run.run import Run
 from rl.run.task import load_task, open_sampler
 from rl.sampling.responses import scores_of
 
+# Shapes: a step has P prompts and B = P * G responses, of which this process (rank) trains on b. Prompt and response
+# have at most T tokens together. Tensors of tokens are (b, T). They are shifted already, so position t describes token
+# t given the tokens before it. Names that end in _PG are (P, G). Log-probs are those of the distribution from which the
+# engine sampled, with its temperature and top-p.
+#
+# Flags and metrics have the names of verl, a library for RL. It calls the policy the actor. Its names of scores and
+# advantages begin with critic/, although GRPO has no critic.
+
 
 @dataclass(frozen=True)
-class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
+class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine, memory ...
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # The policy is loaded from this Hugging Face id or folder.
     train_batch_size: AtLeast1 = 128  # Each step takes this many prompts (P).
     # Each prompt gets this many responses (G). With one response there is nothing to compare it with.
@@ -74,7 +89,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     seed: Count = 0  # The seed decides, together with the step, the order of the data and what is sampled.
     logging: LoggingRL = LoggingRL(
         experiment_name="grpo",
-        alarms=(  # printed when they are true; the run goes on
+        alarms=(  # A line is printed when one of these is true. The run goes on.
             "rollout/logprob_gap_mean>0.05",
             "reward/zero_std_frac>0.95",
             "response_length/clip_ratio>0.5",
@@ -84,10 +99,12 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
 
 
 def main(args: Args) -> dict[str, float]:
-    """Train with GRPO; returns the metrics of the last step and of the last evaluation."""
+    """Train with GRPO, and return the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     task = load_task(args)
     run = Run(args, task.tokenizer, task.total_steps)  # joins the ranks, and takes the run's folder
+    # ranks is this process and its peers, longest the most tokens of a prompt with its response, sampling how to
+    # sample.
     ranks, longest, sampling = run.ranks, task.longest, task.sampling
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     sampler = open_sampler(args, task, run)  # starts the engine, which by default sleeps while we learn
@@ -96,34 +113,38 @@ def main(args: Args) -> dict[str, float]:
     # Loads a checkpoint if the run has one, tries out the largest micro-batch, and starts the trackers.
     run.begin({"actor": (policy, optimizer)}, sampler)
 
-    # Before each step a checkpoint is saved, if --save-freq says so, with what the sampler carries from step to step.
-    # At run.may_stop_after(phase) a phase of the step ends, whose seconds become a metric. There, and between two
-    # micro-batches, a run that was asked to stop by SIGTERM, Ctrl-C or --max-hours saves the state with which the step
-    # began and exits. A step that has changed the weights is made to its end first.
+    # run.steps() saves a checkpoint before each step if --save-freq says so, with what the sampler carries from step to
+    # step. run.may_stop_after(phase) ends a phase of the step, and records its seconds. There, and between two
+    # micro-batches, a run that was asked to stop (SIGTERM, Ctrl-C or --max-hours) exits. It first saves the state with
+    # which the step began. A step whose first update is made can no longer do that, so such a step is finished first:
+    # run.begin() has told the optimizer to say when it changes the weights.
     for step in run.steps(sampler.state):
-        run.evaluate_if_due(sampler.evaluate, policy)  # responses to held-out prompts, every --test-freq steps
+        run.evaluate_if_due(sampler.evaluate, policy)  # answers held-out prompts, every --test-freq steps
 
-        # 1. Sample: the engine gets the policy's weights, and samples G responses to each of the step's P prompts. The
-        # prompts are a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
-        # The trainer computes the log-probs of a few responses; if the engine's differ too much, the run ends. Other
-        # processes score the responses by --custom-reward-function, or by the function of the data source in rewards/.
-        # All ranks get the scores and lengths; tokens stay on the rank that sampled them until phase 2.
+        # 1. Sample. The engine gets the policy's weights, and samples G responses to each of the step's P prompts.
+        # Which prompts these are depends only on the seed and the number of the step, so a resumed run sees the same
+        # ones. The trainer computes the log-probs of a few responses, and the run ends if those of the engine differ
+        # too much. Other processes score the responses, by --custom-reward-function or by the function in rewards/ for
+        # the data. All ranks get the scores and lengths of all B responses. Tokens stay on the rank that sampled them
+        # until phase 2. The G responses of a group are neighbors in the list.
         responses = sampler.sample(policy, step)  # B
 
-        # 2. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
-        # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
+        # 2. Batch. Divide the step into updates, which are one optimizer step each, and each update into micro-batches.
+        # Send each rank the tokens that it trains on. A response whose reward failed has no score and teaches nothing,
+        # so its mask is 0.
         batch, updates = make_batch(
             responses,
             mini_batch_size=(args.ppo_mini_batch_size or args.train_batch_size) * args.rollout_n,
             max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
-            version=sampler.version,  # number of the newest weights: tells how old each token is
+            version=sampler.version,  # number of the newest weights, which tells how old each token is
         )  # (b, T)
         num_updates = len(updates) * args.ppo_epochs
         run.may_stop_after("batch")
 
         # 3. Log-probs that stay fixed while the policy changes. The trainer computes l_old itself, since the engine's
-        # log-probs differ slightly. With one update per step this pass is left out: l_old is then the l of phase 5.
+        # log-probs differ slightly. With one update per step this pass is left out, because the policy has not changed
+        # yet when phase 5 computes l. There l_old is l.
         if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             run.may_stop_after("old_log_prob")
@@ -132,63 +153,69 @@ def main(args: Args) -> dict[str, float]:
             run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
-        # 4. Advantages: how much better than its group was each response? All its tokens get this number. Only scored
-        # responses count; a group with only one has mean 0 and standard deviation 1.
+        # 4. Advantages. How much better than its group was each response? All its tokens get this number. Only scored
+        # responses count. A lone scored response has nothing to compare with, so its advantage is its score: mean is 0
+        # and std is 1.
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
         mean, std = advantages.group_mean_std(scores_PG)  # (P, 1)
         advantages_PG = ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
-        # batch.rows (b,): the numbers of this rank's responses among all B. Indexing with it gives (b, 1).
+        # batch.rows (b,) has the numbers of this rank's responses among all B, so indexing with it gives (b, 1). The
+        # mask (b, T) then gives every sampled token the advantage of its response.
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
         run.may_stop_after("adv")
 
-        # 5. Updates: one optimizer step for each mini-batch. Its gradient is summed over micro-batches to save memory.
+        # 5. Updates. There is one optimizer step for each mini-batch. Its gradient is summed over micro-batches, which
+        # are as large as memory allows.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         optimizer.param_groups[0]["lr"] = lr
-        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # both collect metrics, for phase 6
-        for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
-            # All ranks divide by the mini-batch's tokens on all ranks, so gradients of micro-batches and ranks add up.
+        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # Both collect metrics for phase 6.
+        for update in updates * args.ppo_epochs:  # the list of mini-batches, once for each epoch, in the same order
+            # All ranks divide by the number of tokens that the mini-batch has on all ranks. So the gradients of
+            # micro-batches and ranks only have to be added up.
             num_tokens = max(update.num_tokens, 1)
             for micro_rows in run.micro_batches(update):
-                micro = take_rows(batch, micro_rows, ranks.device)  # (b', T'): cut to their longest row
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', T'), as long as the longest of these rows
                 A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling)
                 old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 
-                # The gradient of the ratio is ratio * gradient of logp; where a clip decides, the loss has none. With
-                # one update per step, which is the default, the ratio is 1: the gradient is that of -A * logp.
-                ratio = (logp - old_logp).clamp(-20, 20).exp()  # clamped against overflow
+                # The gradient of the ratio is the ratio times the gradient of logp. Where a clip decides, the loss is
+                # constant and has no gradient. With one update per step, which is the default, the ratio is 1, and the
+                # gradient is that of -A * logp.
+                ratio = (logp - old_logp).clamp(-20, 20).exp()  # The clamp prevents an overflow.
                 unclipped = -A * ratio
                 clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)
                 pg_loss = torch.maximum(unclipped, clipped)
-                # Dual clip: where A < 0 nothing else bounds the loss, and one token could outweigh all others.
+                # Dual clip. Where A < 0, nothing else bounds the loss, and one token could outweigh all others.
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)
                 is_clipped = (pg_loss != unclipped).float()
-                # All weights are 1, unless a flag such as --rollout-is corrects for the engine's different log-probs.
+                # All weights are 1 unless a flag such as --rollout-is corrects for the engine's different log-probs.
                 weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss
                 if reference is not None:
                     x = (micro.ref_logp - logp).clamp(-20, 20)
-                    kl = (x.expm1() - x).clamp(max=10)  # k3 = e^x - x - 1, an estimate of KL(policy, reference)
+                    # The estimator k3 = e^x - x - 1 of KL(policy, reference) is never negative. It is cut at 10.
+                    kl = (x.expm1() - x).clamp(max=10)
                     loss = loss + args.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": (kl * mask).sum() / num_tokens})
                 loss = (loss * mask).sum() / num_tokens
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": (pg_loss * mask).sum() / num_tokens})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
-                means.between_policies(micro, logp, old_logp, weights)  # how far engine, old policy and policy differ
+                means.between_policies(micro, logp, old_logp, weights)  # how much engine, old policy and policy differ
             norm = clip_grad_norm(policy, args.grad_clip)
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()
             else:
-                run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
+                run.skip_update(norm, update.num_tokens, batch)  # raises an error at the third in a row
             optimizer.zero_grad(set_to_none=True)
             norms.append({"actor": norm})
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # 6. Report: losses are means over updates; entropy, clipping and the like are means over all tokens;
-        # scores, advantages and lengths are described over all responses.
+        # 6. Report. Losses are means over updates. Entropy, clipping and the like are means over all tokens. Scores,
+        # advantages and lengths have their mean, maximum and minimum over all responses.
         step_metrics = {
             **metrics.of_sampled(responses, args.rollout_n),
             **metrics.describe("critic/rewards", scores_PG),

@@ -5,8 +5,9 @@
     torchrun train_grpo_variants.py --loss-mode gspo --loss-agg-mode seq-mean-token-mean \\
         --clip-ratio-low 3e-4 --clip-ratio-high 4e-4 --ppo-mini-batch-size 32                                    # GSPO
 
-Read train_grpo.py first: the phases and words here are the same, and without flags this script computes the same
-numbers. It is for comparing the members of the family. They differ in a few functions, which flags choose:
+Read train_grpo.py first. The phases and words here are the same, and without flags this script computes the same
+numbers. This script is for comparing the members of the family. To build on one of them, copy train_grpo.py and write
+the lines of that member there. The members differ in a few functions, which flags choose:
 
     advantage of a response     --adv-estimator          rl/formulas/advantages.py
     the same for each turn      --advantage-by           extras/agents/turns.py, turn_returns
@@ -17,9 +18,7 @@ numbers. It is for comparing the members of the family. They differ in a few fun
     tokens to learn from        --top-entropy-quantile   extras/variants/
     entropy bonus               --entropy-coeff          one line of phase 5
 
-Each function there has its formula and its paper. To build on one member, copy train_grpo.py and write its lines there.
-Shapes: P prompts per step, G responses to each, B = P * G, b of them on this rank; tensors of tokens are (b, T), and
-position t describes token t given the tokens before it.
+Each function there has its formula and its paper. Shapes are those of train_grpo.py.
 """
 
 import math
@@ -46,7 +45,8 @@ from rl.run.run import Run
 from rl.run.task import load_task, open_sampler
 from rl.sampling.responses import lengths_of, scores_of
 
-# --adv-estimator -> function: rewards (P, G), lengths (P, G), flags and parts of gdpo -> advantages (P, G)
+# The functions of --adv-estimator make advantages (P, G) from rewards (P, G) and the lengths of responses (P, G). gdpo
+# also reads the components of the score and their weights. The others ignore these (**_).
 ADVANTAGES = {
     "grpo": advantages.grpo,
     "dr_grpo": lambda rewards, lengths, **_: advantages.grpo(rewards, lengths, norm_by_std=False),
@@ -59,13 +59,14 @@ ADVANTAGES = {
     "reinforce_plus_plus_baseline": advantages.reinforce_plus_plus_baseline,
     "gdpo": advantages.gdpo,
 }
-# --loss-mode -> function: logp, old_logp, advantages, mask (b, t), values of flags -> loss (b, t), is_clipped (b, t)
+# The functions of --loss-mode make the loss (b, t) of each token, and is_clipped (b, t), from logp, old_logp,
+# advantages and mask (b, t). Each reads the values of those flags that it needs, and ignores the others.
 LOSSES = {
     "ppo_clip": losses.ppo_clip,
     "dppo_tv": losses.dppo_tv,
     "dppo_kl": losses.dppo_kl,
     "gspo": losses.gspo,
-    "luspo": losses.gspo,  # with another mean
+    "luspo": losses.gspo,  # The mean is another one, see AGGREGATIONS.
     "cispo": losses.cispo,
     "sapo": losses.sapo,
     "gmpo": losses.gmpo,
@@ -73,12 +74,12 @@ LOSSES = {
     "kl_cov": losses.kl_cov,
     "policy_gradient": losses.policy_gradient,
 }
-# --loss-mode -> the only --loss-agg-mode that its paper allows; the other losses take any
+# These losses need the --loss-agg-mode of their paper. The others take any.
 AGGREGATIONS = {"gspo": "seq-mean-token-mean", "luspo": "seq-mean-token-sum", "gmpo": "seq-mean-token-mean"}
 
 
 @dataclass(frozen=True)
-class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
+class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine, memory ...
     # --- the flags of the family
 
     # This is how a response is compared with its group. docs/variants.md explains each of these.
@@ -161,7 +162,7 @@ def validate(args: Args) -> None:
 
 
 def main(args: Args) -> dict[str, float]:
-    """Train with a member of GRPO's family; returns the metrics of the last step and of the last evaluation."""
+    """Train with a member of GRPO's family, and return the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     validate(args)
     task = load_task(args)
@@ -182,20 +183,20 @@ def main(args: Args) -> dict[str, float]:
     def loop_state() -> dict[str, Any]:
         return {"kl_coef": kl_coef} | sampler.state()
 
-    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
-    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    # run.steps() saves a checkpoint before each step if --save-freq says so. A run that is asked to stop saves and
+    # exits at the next end of a phase or micro-batch. A step that has changed the weights is finished first.
     for step in run.steps(loop_state):
         run.evaluate_if_due(sampler.evaluate, policy)
 
-        # 1. Sample: the engine gets the policy's weights, and samples G responses to each prompt. The run ends if the
+        # 1. Sample. The engine gets the policy's weights, and samples G responses to each prompt. The run ends if the
         # trainer's log-probs of a few of them differ too much from the engine's. All ranks get the scores and lengths
-        # of the whole step; tokens stay on the rank that sampled them until phase 2.
+        # of the whole step. Tokens stay on the rank that sampled them until phase 2.
         responses = sampler.sample(policy, step)  # B
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
         lengths_PG = lengths_of(responses).view(-1, args.rollout_n)
 
-        # 2. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
-        # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
+        # 2. Batch. Divide the step into updates, which are one optimizer step each, and each update into micro-batches.
+        # Send each rank the tokens that it trains on. A response without a score teaches nothing, so its mask is 0.
         batch, updates = make_batch(
             responses,
             mini_batch_size=mini_batch_size * args.rollout_n,
@@ -206,8 +207,8 @@ def main(args: Args) -> dict[str, float]:
         )  # (b, T)
         run.may_stop_after("batch")
 
-        # 3. Log-probs that stay fixed while the policy changes: by the policy that starts the step, and by the
-        # reference. With one update per step, only a KL in the reward, clip_cov and kl_cov need the first.
+        # 3. Log-probs that stay fixed while the policy changes. They are by the policy that starts the step and by the
+        # reference. With one update per step, only a KL in the reward, clip_cov and kl_cov need the first of these.
         if num_updates > 1 or args.kl.use_kl_in_reward or args.loss_mode in RULES:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             run.may_stop_after("old_log_prob")
@@ -218,22 +219,24 @@ def main(args: Args) -> dict[str, float]:
             run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
-        # 4. Advantages: how much better than its group was each response? All its tokens get this number.
+        # 4. Advantages. How much better than its group was each response? All its tokens get this number.
         rewards_PG, kl_metrics = scores_PG, {}
-        if args.kl.use_kl_in_reward:  # the reward is the score less kl_coef * KL(policy, reference) of the response
+        if args.kl.use_kl_in_reward:  # The reward is the score minus kl_coef * KL(policy, reference) of the response.
             token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl.kl_penalty) * batch.response_mask  # (b, T)
             kl_PG = ranks.all_rows(token_kl.sum(1), batch.rows, len(responses)).view(-1, args.rollout_n)
             rewards_PG = scores_PG - kl_coef * kl_PG
             is_scored = rewards_PG.isfinite().flatten()
             kl_coef, kl_metrics = args.kl.next_coef(kl_coef, token_kl, batch, is_scored, ranks)  # for the next step
-        parts = components_of(responses, args.gdpo_reward_keys).unflatten(1, scores_PG.shape)  # of gdpo: (K, P, G)
+        parts = components_of(responses, args.gdpo_reward_keys).unflatten(1, scores_PG.shape)  # (K, P, G), gdpo only
         of_gdpo = dict(parts=parts, weights=args.gdpo_reward_weights)
         estimator = partial(ADVANTAGES[args.adv_estimator], **of_gdpo)
         advantages_PG = estimator(rewards_PG, lengths_PG)  # (P, G)
-        if args.advantage_by == "turn":  # each of K turns is compared with the same turn of its group
-            returns, lengths = returns_by_turn(responses, args.rollout_n)  # (P K, G): what was earned from a turn on
+        if args.advantage_by == "turn":  # Each of K turns is compared with the same turn in its group.
+            # What was earned from each turn on is (P K, G), so that the estimator takes a turn of a prompt for a
+            # prompt.
+            returns, lengths = returns_by_turn(responses, args.rollout_n)
             of_turns = estimator(returns, lengths)
-            advantages_PG = of_turns.unflatten(0, (len(scores_PG), -1)).mT  # (P, G, K)
+            advantages_PG = of_turns.unflatten(0, (len(scores_PG), -1)).mT  # (P, G, K), with a number for each turn
         own_advantages = advantages_PG.reshape(len(responses), -1)[batch.rows]  # (b, K), or (b, 1)
         batch = replace(batch, advantages=at_turns(own_advantages, batch.response_mask))  # (b, T)
         # --top-entropy-quantile sets the advantages of tokens with less entropy to 0. clip_cov leaves out, and kl_cov
@@ -242,27 +245,29 @@ def main(args: Args) -> dict[str, float]:
         batch = choose_tokens(args.selection, args.loss_mode, policy, batch, updates, **by_step)
         run.may_stop_after("adv")
 
-        # 5. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
+        # 5. Updates. A mini-batch makes one optimizer step, and its micro-batches only save memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         optimizer.param_groups[0]["lr"] = lr
         of_loss = dict(clip_ratio_low=args.clip_ratio_low, clip_ratio_high=args.clip_ratio_high)
         of_loss |= dict(clip_ratio_c=args.clip_ratio_c, tau_pos=args.tau_pos, tau_neg=args.tau_neg)
-        of_loss |= dict(ppo_kl_coef=args.selection.ppo_kl_coef)  # each loss reads those that it needs
-        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
-        for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
-            # These count the whole mini-batch on all ranks, so gradients of micro-batches and ranks add up.
+        of_loss |= dict(ppo_kl_coef=args.selection.ppo_kl_coef)  # Each loss reads those that it needs.
+        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # Both collect metrics for phase 6.
+        for update in updates * args.ppo_epochs:  # the list of mini-batches, once for each epoch, in the same order
+            # These count the whole mini-batch on all ranks, so the gradients of micro-batches and ranks add up.
             scale = args.loss_scale_factor or args.max_response_length
             denominators = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
             aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
             for micro_rows in run.micro_batches(update):
-                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
-                # mask: 1 for sampled tokens of scored responses; chosen: those that clip_cov and kl_cov treat apart
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t), as long as the longest of these rows
+                # mask is 1 for sampled tokens of scored responses. chosen has the tokens that clip_cov and kl_cov treat
+                # differently.
                 A, mask, chosen = micro.advantages, micro.response_mask, micro.columns.get("chosen")
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 
                 pg_loss, is_clipped = LOSSES[args.loss_mode](logp, old_logp, A, mask, chosen=chosen, **of_loss)
-                # The engine's log-probs are not quite the trainer's. Corrects for that if a flag asks for it; else 1.
+                # The engine's log-probs are not quite the trainer's. If a flag asks for it, weights correct for that.
+                # Otherwise they are 1.
                 weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss - args.entropy_coeff * entropy
@@ -279,14 +284,14 @@ def main(args: Args) -> dict[str, float]:
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()
             else:
-                run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
+                run.skip_update(norm, update.num_tokens, batch)  # raises an error at the third in a row
             optimizer.zero_grad(set_to_none=True)
             norms.append({"actor": norm})
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # 6. Report: losses are means over updates; entropy, clipping and the like are means over all tokens;
-        # scores, advantages and lengths are described over all responses.
+        # 6. Report. Losses are means over updates. Entropy, clipping and the like are means over all tokens. Scores,
+        # advantages and lengths have their mean, maximum and minimum over all responses.
         step_metrics = {
             **metrics.of_sampled(responses, args.rollout_n),
             **metrics.describe("critic/rewards", rewards_PG),

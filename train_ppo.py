@@ -4,9 +4,10 @@
     torchrun --nproc_per_node 8 train_ppo.py --model Qwen/Qwen2.5-7B-Instruct --critic-model path/to/reward_model
 
 Proximal Policy Optimization (arXiv 1707.06347) for language models (InstructGPT, arXiv 2203.02155). The actor is the
-policy, the model that answers. The reward r_t is the score of the response at its last token, and 0 at all others. The
-critic is a second model: before each token t it predicts the sum of the rewards from t on, the value V_t. With l_t the
-log-probability of token t given the tokens before it, and l_old, V_old, A and R computed when the step begins:
+policy, which is the model that answers. The reward r_t is the score of the response at its last token, and 0 at all
+others. The critic is a second model. Before each token t it predicts the sum of the rewards from t on, which is called
+the value V_t. Let l_t be the log-probability of token t given the tokens before it. l_old, V_old, A and R are computed
+when the step begins:
 
     TD error      delta_t = r_t + gamma V_{t+1} - V_t       how much better token t was than predicted
     advantage     A_t     = delta_t + gamma lam A_{t+1}     generalized advantage estimation (GAE, arXiv 1506.02438)
@@ -15,9 +16,11 @@ log-probability of token t given the tokens before it, and l_old, V_old, A and R
     actor's loss          = mean over all sampled tokens of max(-A_t ratio_t, -A_t clip(ratio_t, 1 - low, 1 + high))
     critic's loss         = mean over them of max((V_t - R_t)^2, (clip(V_t, V_old_t - c, V_old_t + c) - R_t)^2) / 2
 
-Where this departs from the papers, as most code does: advantages are whitened (shifted and scaled to mean 0 and
-variance 1 over all tokens of a step); there is no KL term unless --use-kl-in-reward or --use-kl-loss; actor and critic
-are two models; where A is negative the actor's loss is at most 3 |A| (dual clip, arXiv 1912.09729).
+Where this departs from the papers, as most code does:
+  1. Advantages are whitened, which means shifted and scaled to mean 0 and variance 1 over all tokens of a step.
+  2. There is no KL term unless --use-kl-in-reward or --use-kl-loss.
+  3. Actor and critic are two models.
+  4. Where A is negative, the actor's loss is at most 3 |A| (dual clip, arXiv 1912.09729).
 
 Shapes are those of train_grpo.py. docs/train_ppo.md explains more.
 """
@@ -48,7 +51,7 @@ from rl.sampling.responses import scores_of
 
 
 @dataclass(frozen=True)
-class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
+class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine, memory ...
     text_only = "the critic of train_ppo.py"  # so no row may have images
     # The actor is loaded from this Hugging Face id or folder, and so is the reference for KL terms.
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"
@@ -106,8 +109,9 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
 
 @torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """A and R of the header, from r and V: all (b, T), 0 where mask is 0. Such tokens, as in the output of a tool, are
-    skipped: t + 1 is the next token that the actor sampled. After the last one V and A are 0.
+    """The A and R of the docstring above, from r and V. All are (b, T), and 0 where mask is 0. Tokens with mask 0, such
+    as the output of a tool, are skipped, so that t + 1 is the next token that the actor sampled. After the last token V
+    and A are 0.
     """
     A, is_sampled = torch.zeros_like(values), mask.bool()
     next_A = next_V = torch.zeros_like(values[:, 0])
@@ -120,7 +124,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 
 
 def main(args: Args) -> dict[str, float]:
-    """Train with PPO; returns the metrics of the last step and of the last evaluation."""
+    """Train with PPO, and return the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     task = load_task(args)
     longest = task.longest
@@ -136,7 +140,7 @@ def main(args: Args) -> dict[str, float]:
     adamw = partial(torch.optim.AdamW, weight_decay=args.weight_decay, fused=True)
     optimizers = {"actor": adamw(actor.parameters()), "critic": adamw(critic.parameters())}
     saved = {"actor": (actor, optimizers["actor"]), "critic": (critic, optimizers["critic"])}
-    saved |= {"reference": (reference, None)} if args.kl.ref_update_steps else {}  # it changes, without an optimizer
+    saved |= {"reference": (reference, None)} if args.kl.ref_update_steps else {}  # It changes without an optimizer.
     offloaded = ("critic",) if args.critic_offload else ()
     run.begin(saved, sampler, offloaded=offloaded, mini_batch_size=mini_batch_size)
     kl_coef = args.kl.first_coef(run.state)
@@ -144,19 +148,19 @@ def main(args: Args) -> dict[str, float]:
     def loop_state() -> dict[str, Any]:
         return {"kl_coef": kl_coef} | sampler.state()
 
-    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
-    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    # run.steps() saves a checkpoint before each step if --save-freq says so. A run that is asked to stop saves and
+    # exits at the next end of a phase or micro-batch. A step that has changed the weights is finished first.
     for step in run.steps(loop_state):
         run.evaluate_if_due(sampler.evaluate, actor)
 
-        # 1. Sample: the engine gets the actor's weights, and samples G responses to each prompt. The run ends if the
+        # 1. Sample. The engine gets the actor's weights, and samples G responses to each prompt. The run ends if the
         # trainer's log-probs of a few of them differ too much from the engine's. All ranks get the scores and lengths
-        # of the whole step; tokens stay on the rank that sampled them until phase 2.
+        # of the whole step. Tokens stay on the rank that sampled them until phase 2.
         responses = sampler.sample(actor, step)  # B
         is_scored = scores_of(responses).isfinite()  # (B,)
 
-        # 2. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
-        # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
+        # 2. Batch. Divide the step into updates, which are one optimizer step each, and each update into micro-batches.
+        # Send each rank the tokens that it trains on. A response without a score teaches nothing, so its mask is 0.
         batch, updates = make_batch(
             responses,
             mini_batch_size=mini_batch_size * args.rollout_n,
@@ -167,8 +171,9 @@ def main(args: Args) -> dict[str, float]:
         num_updates = len(updates) * args.ppo_epochs
         run.may_stop_after("batch")
 
-        # 3. Values and log-probs that stay fixed while the models change: by the critic and the actor that start the
-        # step, and by the reference. With one update per step the actor has not changed when its loss is computed.
+        # 3. Values and log-probs that stay fixed while the models change. They are by the critic and the actor that
+        # start the step, and by the reference. With one update per step the log-probs of the actor are not needed,
+        # since the actor has not changed yet when its loss is computed.
         batch = replace(batch, values=fixed_values(critic, batch, updates))
         run.may_stop_after("values")
         if num_updates > 1 or args.kl.use_kl_in_reward:
@@ -181,10 +186,10 @@ def main(args: Args) -> dict[str, float]:
             run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
-        # 4. Advantages: the reward is the score, at the last token; what an environment gave with a turn stands at the
-        # end of that turn. From each token on, how much better did it go than the critic predicted?
+        # 4. Advantages. The reward is the score, at the last token of a response. What an environment gave for a turn
+        # stands at the end of that turn. From each token on, how much better did it go than the critic predicted?
         mask = batch.response_mask  # (b, T): 1 for the tokens that the actor sampled
-        rewards, kl_metrics = token_rewards(responses, batch), {}  # (b, T): the score at the last token of a response
+        rewards, kl_metrics = token_rewards(responses, batch), {}  # (b, T), the score at the last token of a response
         if args.kl.use_kl_in_reward:
             token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl.kl_penalty) * mask  # k1: old_logp - ref_logp
             rewards = rewards - kl_coef * token_kl
@@ -195,24 +200,24 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, advantages=A, returns=R)
         run.may_stop_after("adv")
 
-        # 5. Update: a mini-batch is one optimizer step of each model; its micro-batches only save memory. In the
-        # first --critic-warmup steps only the critic learns. The actor's learning-rate schedule begins after them.
+        # 5. Updates. A mini-batch makes one optimizer step of each model, and its micro-batches only save memory. In
+        # the first --critic-warmup steps only the critic learns. The actor's learning-rate schedule begins after them.
         factor = partial(schedule.lr_factor, args.lr_scheduler_type, warmup_steps=args.lr_warmup_steps)
         lrs = {"critic": args.critic_lr * factor(step, total_steps=task.total_steps)}
         if (actor_step := step - args.critic_warmup) >= 0:
             lrs["actor"] = args.lr * factor(actor_step, total_steps=task.total_steps - args.critic_warmup)
         for name, lr in lrs.items():
             optimizers[name].param_groups[0]["lr"] = lr
-        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
-        for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
-            # aggregate(x, mask) = sum of x over the tokens / num_tokens, unless --loss-agg-mode has another mean. The
-            # counts are of the whole mini-batch on all ranks, so gradients of micro-batches and ranks add up.
+        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # Both collect metrics for phase 6.
+        for update in updates * args.ppo_epochs:  # the list of mini-batches, once for each epoch, in the same order
+            # aggregate(x, mask) is the sum of x over the tokens / num_tokens, unless --loss-agg-mode has another mean.
+            # The counts are of the whole mini-batch on all ranks, so the gradients of micro-batches and ranks add up.
             scale = args.loss_scale_factor or args.max_response_length
             counts = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
             aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **counts)
             for micro_rows in run.micro_batches(update):
                 micro, is_last = take_rows(batch, micro_rows, ranks.device), micro_rows is update.micro_batches[-1]
-                A, R, mask = micro.advantages, micro.returns, micro.response_mask  # (b', t): cut to their longest row
+                A, R, mask = micro.advantages, micro.returns, micro.response_mask  # (b', t)
 
                 # The critic. Where the clip decides, the gradient is 0.
                 V, V_old, c = token_values(critic, micro), micro.values, args.cliprange_value
@@ -222,9 +227,10 @@ def main(args: Args) -> dict[str, float]:
                 means.over_updates({"critic/vf_loss": vf_loss})
                 means.over_tokens(mask, {"critic/vf_clipfrac": (clipped_error > error).float()})
                 if "actor" not in lrs:
-                    continue  # --critic-warmup
+                    continue  # The step is one of the first --critic-warmup steps.
 
-                # The actor. The gradient of the ratio is ratio * gradient of logp. Where the clip decides, it is 0.
+                # The actor. The gradient of the ratio is the ratio times the gradient of logp. Where a clip decides, it
+                # is 0.
                 logp, entropy = token_logprobs(actor, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if num_updates == 1 else micro.old_logp
                 ratio = (logp - old_logp).clamp(-20, 20).exp()
@@ -233,7 +239,8 @@ def main(args: Args) -> dict[str, float]:
                 pg_loss = torch.maximum(unclipped, clipped)
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)  # dual clip
                 is_clipped = (pg_loss != unclipped).float()
-                # The engine's log-probs are not quite the trainer's. Corrects for that if a flag asks for it; else 1.
+                # The engine's log-probs are not quite the trainer's. If a flag asks for it, weights correct for that.
+                # Otherwise they are 1.
                 weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss - args.entropy_coeff * entropy
@@ -252,15 +259,15 @@ def main(args: Args) -> dict[str, float]:
                 for name in norm:
                     optimizers[name].step()
             else:
-                run.skip_update(sum(norm.values()), update.num_tokens, batch)  # raises at the third in a row
+                run.skip_update(sum(norm.values()), update.num_tokens, batch)  # raises an error at the third in a row
             for optimizer in optimizers.values():
                 optimizer.zero_grad(set_to_none=True)
             norms.append(norm)
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # 6. Report: losses are means over updates; entropy, clipping and the like are means over all tokens;
-        # scores, advantages and lengths are described over all responses.
+        # 6. Report. Losses are means over updates. Entropy, clipping and the like are means over all tokens. Scores,
+        # advantages and lengths have their mean, maximum and minimum over all responses.
         step_metrics = {
             **metrics.of_sampled(responses, args.rollout_n),
             **metrics.describe("critic/rewards", ranks.all_rows(rewards.sum(1), batch.rows, len(responses))[is_scored]),

@@ -5,20 +5,26 @@
 
 Process Reinforcement through Implicit Rewards (PRIME, arXiv 2502.01456). A second language model, the process reward
 model (PRM), learns from whole responses which are right and which are wrong. Its log-probs then give a reward for each
-token, though nobody has judged a single step. For token t of response i, with n scored responses in its group: q_it is
-its log-prob by the PRM less that by the PRM before training, a_i is 1 if the response is right, and s_i its score.
+token, although nobody has judged a single token. Let response i have n scored responses in its group. q_it is the
+log-prob of its token t by the PRM, minus that by the PRM before training. a_i is 1 if the response is right, and s_i is
+its score.
 
     PRM's loss     -a_i log sigmoid(beta sum_t q_it) - (1 - a_i) log sigmoid(-beta sum_t q_it), mean over responses
     token reward   r_it = beta q_it, 0 for the last token; divided by the largest |sum of r to the end| of the step
     leave-one-out  p_it = r_it n / (n - 1) - sum_j m_j / (n - 1)         m_j: mean of r over the tokens of response j
-    outcome        o_i  = s_i less the mean of the other scores of its group; it stands at the last token
+    outcome        o_i  = s_i minus the mean of the other scores of its group; it stands at the last token
     return         R_it = sum of 5 p + 5 o from token t to the end
     advantage      A_it = (R_it - mean of R) / (standard deviation of R), over all tokens of the step
 
 The PRM's loss and its token rewards are also derived in Free Process Rewards without Process Labels, arXiv 2412.01981.
-The policy's loss is that of train_grpo.py. Where this departs from the paper, as verl's recipe/prime does except for 2:
-1. r and o have weights, and returns are whitened; 2. the largest sum is that of all ranks, not of one; 3. the last
-token has no r; 4. r_it counts n / (n - 1) times, and m_i is subtracted too; 5. the PRM learns before it is asked.
+The policy's loss is that of train_grpo.py.
+
+Where this departs from the paper, as verl's recipe/prime does except for the second point:
+  1. r and o have weights, and returns are whitened.
+  2. The largest sum is that of all ranks, and not of one.
+  3. The last token has no r.
+  4. r_it counts n / (n - 1) times, and m_i is subtracted too.
+  5. The PRM learns before it is asked.
 
 Shapes are those of train_grpo.py. docs/train_prime.md explains all of this.
 """
@@ -47,7 +53,7 @@ from rl.sampling.responses import scores_of
 
 
 @dataclass(frozen=True)
-class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
+class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine, memory ...
     text_only = "the reward model of train_prime.py"  # so no row may have images
     # The PRM is loaded from this id or folder, and so is its reference. The default is --model.
     prm_model: str | None = None
@@ -102,7 +108,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
 
 
 def main(args: Args) -> dict[str, float]:
-    """Train with PRIME; returns the metrics of the last step and of the last evaluation."""
+    """Train with PRIME, and return the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     if args.rollout_n < 2:
         raise ValueError(f"--rollout-n {args.rollout_n} leaves no other response as a baseline; sample at least 2")
@@ -126,27 +132,27 @@ def main(args: Args) -> dict[str, float]:
     trained = {"actor": (policy, optimizer), "prm": (prm, prm_optimizer)}
     run.begin(trained, sampler, offloaded=["prm"] if args.prm_offload else [])
 
-    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
-    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    # run.steps() saves a checkpoint before each step if --save-freq says so. A run that is asked to stop saves and
+    # exits at the next end of a phase or micro-batch. A step that has changed the weights is finished first.
     for step in run.steps(sampler.state):
         run.evaluate_if_due(sampler.evaluate, policy)
 
-        # 1. Sample: the engine gets the policy's weights, and samples G responses to each prompt. The run ends if the
+        # 1. Sample. The engine gets the policy's weights, and samples G responses to each prompt. The run ends if the
         # trainer's log-probs of a few of them differ too much from the engine's. All ranks get the scores and lengths
-        # of the whole step; tokens stay on the rank that sampled them until phase 2.
+        # of the whole step. Tokens stay on the rank that sampled them until phase 2.
         sampled = sampler.sample(policy, step)
 
-        # 2. Batch: take P of the prompts, first those that are neither too easy nor too hard, and divide the step into
-        # updates and micro-batches, as in train_grpo.py. A response without a score teaches nothing: its mask is 0.
+        # 2. Batch. Take P of the prompts, first those that are neither too easy nor too hard. Divide the step into
+        # updates and micro-batches, as in train_grpo.py. A response without a score teaches nothing, so its mask is 0.
         groups = [sampled[i : i + args.rollout_n] for i in range(0, len(sampled), args.rollout_n)]
-        accuracy = accuracies_of(sampled).view(-1, args.rollout_n).nanmean(1)  # of each prompt; NaN if none is scored
-        low, high = args.accuracy_lower_bound - 1e-6, args.accuracy_upper_bound + 1e-6  # a mean is rounded
+        accuracy = accuracies_of(sampled).view(-1, args.rollout_n).nanmean(1)  # of each prompt, NaN if none is scored
+        low, high = args.accuracy_lower_bound - 1e-6, args.accuracy_upper_bound + 1e-6  # Means are rounded.
         is_informative = ((accuracy >= low) & (accuracy <= high)).tolist()
         is_cut = [args.filter_truncate and any(r.finish_reason == "length" for r in group) for group in groups]
         order = sorted(range(len(groups)), key=lambda p: is_cut[p] or not is_informative[p])  # False comes first
         responses = [r for p in order[: args.train_batch_size] for r in groups[p]]  # B
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
-        accuracies_PG = accuracies_of(responses).view(-1, args.rollout_n)  # within 0 and 1, NaN likewise
+        accuracies_PG = accuracies_of(responses).view(-1, args.rollout_n)  # within 0 and 1, or NaN
         batch, updates = make_batch(
             responses,
             mini_batch_size=(args.ppo_mini_batch_size or args.train_batch_size) * args.rollout_n,
@@ -157,7 +163,8 @@ def main(args: Args) -> dict[str, float]:
         num_updates = len(updates) * args.ppo_epochs  # of the policy
         run.may_stop_after("batch")
 
-        # 3. Log-probs that stay fixed: with several updates by the policy that starts the step, and by the reference.
+        # 3. Log-probs that stay fixed. They are by the reference, and with several updates per step also by the policy
+        # that starts it.
         if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             run.may_stop_after("old_log_prob")
@@ -165,13 +172,13 @@ def main(args: Args) -> dict[str, float]:
         run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
-        # 4a. The PRM learns which responses are right, one optimizer step a mini-batch. Its log-probs are taken after
-        # that, or with --prime-update after before it.
+        # 4a. The PRM learns which responses are right, in one optimizer step per mini-batch. With --prime-update
+        # before, its log-probs are taken when it has learned. With --prime-update after, they are taken first.
         lr_factor = schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         prm_optimizer.param_groups[0]["lr"] = args.prm_lr * lr_factor
         if args.prime_update == "after":
             prm_logp = fixed_logprobs(prm, batch, updates)  # (b, T)
-        means, norms, prm_norms = metrics.Means(ranks, num_updates=num_updates), [], []  # means: on all ranks
+        means, norms, prm_norms = metrics.Means(ranks, num_updates=num_updates), [], []
         for update in updates:
             for micro_rows in run.micro_batches(update):
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', t)
@@ -182,20 +189,20 @@ def main(args: Args) -> dict[str, float]:
                 # Cross entropy: -a log sigmoid(beta sum_t q) - (1 - a) log sigmoid(-beta sum_t q)
                 loss = F.binary_cross_entropy_with_logits(log_odds, right, reduction="sum") / max(update.num_seqs, 1)
                 backward(prm, loss, is_last=micro_rows is update.micro_batches[-1])
-                means.over_updates({"reward_model/dpo_loss": loss * args.ppo_epochs})  # the PRM makes one pass only
+                means.over_updates({"reward_model/dpo_loss": loss * args.ppo_epochs})  # The PRM makes only one pass.
             norm = clip_grad_norm(prm, args.grad_clip)
             if math.isfinite(norm) and update.num_tokens > 0:
                 prm_optimizer.step()
             else:
-                run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
+                run.skip_update(norm, update.num_tokens, batch)  # raises an error at the third in a row
             prm_optimizer.zero_grad(set_to_none=True)
             prm_norms.append(norm)
         if args.prime_update == "before":
             prm_logp = fixed_logprobs(prm, batch, updates)  # (b, T)
         run.may_stop_after("prm")
 
-        # 4b. Advantages: each token has a reward of its own, and the last one that of the outcome. Both are compared
-        # with the other responses to the prompt, and then summed from each token to the end.
+        # 4b. Advantages. Each token has a reward of its own, and the last one has that of the outcome. Both are
+        # compared with the other responses to the prompt, and then summed from each token to the end.
         mask = batch.response_mask  # (b, T)
         is_last = mask.bool() & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # (b, T), the last sampled token
         q = prm_logp - batch.ref_logp
@@ -203,40 +210,43 @@ def main(args: Args) -> dict[str, float]:
         if args.prime_norm == "batch_norm":
             sums = rewards.flip(1).cumsum(1).abs()  # from each token to the end
             rewards = rewards / (ranks.all_reduce_max(sums.max() if len(sums) else sums.sum()) + 1e-6)
-        # Leave-one-out: p = r n / (n - 1) - sum of m / (n - 1), of the n scored responses in a group; p = r if n is 1.
+        # Leave-one-out: p = r n / (n - 1) - sum of m / (n - 1), of the n scored responses in a group. If n is 1, p = r.
         own_means = rewards.sum(1) / mask.sum(1).clamp(min=1)  # (b,), m
         means_PG = ranks.all_rows(own_means, batch.rows, len(responses)).view(-1, args.rollout_n)
         factor_PG, baseline_PG = leave_one_out(means_PG.where(scores_PG.isfinite(), math.nan))
         process = rewards * factor_PG.view(-1, 1)[batch.rows] - baseline_PG.view(-1, 1)[batch.rows]  # (b, T)
-        outcome_PG = advantages.rloo(scores_PG, scores_PG)  # score less the mean of the other scores; reads no lengths
+        outcome_PG = advantages.rloo(scores_PG, scores_PG)  # score minus the mean of the others
         outcome = torch.where(is_last, outcome_PG.view(-1, 1)[batch.rows], 0.0)  # (b, T)
         total = args.reward_dpo_coef * process + args.reward_gt_coef * outcome
         returns = advantages.returns_to_go(total, mask, gamma=1.0)  # R_t = total_t + R_{t+1}
-        mean, var = ranks.moments(returns, mask)  # over all tokens of the step; whiten: (R - mean) / sqrt(var + 1e-8)
+        mean, var = ranks.moments(returns, mask)  # over all tokens of the step
+        # The advantage is (R - mean) / sqrt(var + 1e-8).
         batch = replace(batch, advantages=advantages.whiten(returns, mask, mean=mean, var=var))
         run.may_stop_after("adv")
 
-        # 5. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
+        # 5. Updates. A mini-batch makes one optimizer step, and its micro-batches only save memory.
         optimizer.param_groups[0]["lr"] = args.lr * lr_factor
-        for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
+        for update in updates * args.ppo_epochs:  # the list of mini-batches, once for each epoch, in the same order
             for micro_rows in run.micro_batches(update):
-                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t), as long as the longest of these rows
                 A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 
-                # The gradient of the ratio is ratio * gradient of logp. Where the clip decides, the gradient is 0.
+                # The gradient of the ratio is the ratio times the gradient of logp. Where a clip decides, it is 0.
                 ratio = (logp - old_logp).clamp(-20, 20).exp()
                 unclipped = -A * ratio
                 clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)
                 pg_loss = torch.maximum(unclipped, clipped)
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)  # dual clip
                 is_clipped = (pg_loss != unclipped).float()
-                # The engine's log-probs are not quite the trainer's. Corrects for that if a flag asks for it; else 1.
+                # The engine's log-probs are not quite the trainer's. If a flag asks for it, weights correct for that.
+                # Otherwise they are 1.
                 weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss - args.entropy_coeff * entropy
-                # num_tokens counts the whole mini-batch on all ranks, so gradients of micro-batches and ranks add up.
+                # num_tokens counts the whole mini-batch on all ranks, so the gradients of micro-batches and ranks add
+                # up.
                 loss, pg_loss = ((x * mask).sum() / max(update.num_tokens, 1) for x in (loss, pg_loss))
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": pg_loss})
@@ -246,14 +256,14 @@ def main(args: Args) -> dict[str, float]:
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()
             else:
-                run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
+                run.skip_update(norm, update.num_tokens, batch)  # raises an error at the third in a row
             optimizer.zero_grad(set_to_none=True)
             norms.append({"actor": norm})
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # 6. Report: losses are means over updates; entropy, clipping and the like are means over all tokens;
-        # scores, advantages and lengths are described over all responses.
+        # 6. Report. Losses are means over updates. Entropy, clipping and the like are means over all tokens. Scores,
+        # advantages and lengths have their mean, maximum and minimum over all responses.
         step_metrics = {
             **metrics.of_sampled(sampled, args.rollout_n),
             **metrics.describe_tokens("critic/advantages", batch.advantages, batch.response_mask, ranks),

@@ -3,9 +3,10 @@
     torchrun train_reinforce.py --model Qwen/Qwen2.5-1.5B-Instruct                                    # one GPU, GSM8K
     torchrun train_reinforce.py --model Qwen/Qwen2.5-1.5B-Instruct --adv-estimator remax --experiment-name remax
 
-REINFORCE (Williams 1992) needs neither a critic nor a group of responses to each prompt. The reward r_t of a token is
-the score of its response if it is the last one, else 0, less kl_coef * KL(policy, reference). With l_t the
-log-probability of token t given the tokens before it, and l_old_t the same when the step began:
+REINFORCE (Williams 1992) needs neither a critic nor a group of responses to each prompt. The reward r_t of the last
+token of a response is the response's score, and that of any other token is 0. From each reward, kl_coef * KL(policy,
+reference) is subtracted. Let l_t be the log-probability of token t given the tokens before it, and l_old_t what it was
+when the step began:
 
     return     R_t     = r_t + gamma R_{t+1}
     advantage  A_t     = (R_t - mean) / standard deviation over all tokens      REINFORCE++ (arXiv 2501.03262)
@@ -14,12 +15,14 @@ log-probability of token t given the tokens before it, and l_old_t the same when
     ratio      ratio_t = exp(l_t - l_old_t)
     loss       L       = mean over all sampled tokens of max(-A_t ratio_t, -A_t clip(ratio_t, 1 - low, 1 + high))
 
-What is subtracted from R is called a baseline: it reduces the noise of the gradient and hardly changes its mean. Where
-this departs from the papers: the mean is over tokens (DAPO); ReMax has the clip of PPO, which does nothing with one
-update per step, the default; where A is negative the loss is at most 3 |A| (dual clip, arXiv 1912.09729).
+What is subtracted from R is called a baseline. It reduces the noise of the gradient and hardly changes its mean.
 
-P prompts per step, G responses to each, B = P * G responses, b of them on this process (rank), T tokens. Tensors of
-tokens are (b, T), and position t describes token t given the tokens before it. docs/train_reinforce.md explains more.
+Where this departs from the papers:
+  1. The mean is over tokens, as in DAPO.
+  2. ReMax has the clip of PPO. It does nothing with one update per step, which is the default.
+  3. Where A is negative, the loss is at most 3 |A| (dual clip, arXiv 1912.09729).
+
+Shapes are those of train_grpo.py. docs/train_reinforce.md explains more.
 """
 
 import math
@@ -50,7 +53,7 @@ from rl.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)
-class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
+class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine, memory ...
     # Returns are compared with the mean of the step, with a greedy response, or with other responses to the prompt.
     adv_estimator: Literal["reinforce_plus_plus", "remax", "optimal_token_baseline"] = "reinforce_plus_plus"
     # The policy is loaded from this Hugging Face id or folder, and so is the reference for KL terms.
@@ -96,10 +99,10 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
 
 
 class WithGreedy(Sampler):
-    """Samples also a greedy response to each prompt, at the same time. Only its score is needed."""
+    """Also samples a greedy response to each prompt, at the same time. Only its score is needed."""
 
     def complete_groups(self, step: int) -> tuple[list[Row], list[Sample]]:
-        """The prompts of a step, and this rank's samples without the greedy ones, which are `greedy_samples`."""
+        """The prompts of a step, and this rank's samples. Greedy ones are not among these but in `greedy_samples`."""
         rows, sampling = self.prompts(step), self.task.sampling
         own_rows = self.ranks.own_slice(rows)
         greedy = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
@@ -116,7 +119,7 @@ class WithGreedy(Sampler):
 
 
 def main(args: Args) -> dict[str, float]:
-    """Train with REINFORCE++ or ReMax; returns the metrics of the last step and of the last evaluation."""
+    """Train with REINFORCE++ or ReMax, and return the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     if args.adv_estimator == "optimal_token_baseline" and args.rollout_n < 2:
         raise ValueError("--adv-estimator optimal_token_baseline compares responses; --rollout-n must be at least 2")
@@ -131,31 +134,32 @@ def main(args: Args) -> dict[str, float]:
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.kl.is_used else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     saved = {"actor": (policy, optimizer)}
-    saved |= {"reference": (reference, None)} if args.kl.ref_update_steps else {}  # it changes, without an optimizer
+    saved |= {"reference": (reference, None)} if args.kl.ref_update_steps else {}  # It changes without an optimizer.
     run.begin(saved, sampler)
     kl_coef = args.kl.first_coef(run.state)
 
     def loop_state() -> dict[str, Any]:
         return {"kl_coef": kl_coef} | sampler.state()
 
-    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
-    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    # run.steps() saves a checkpoint before each step if --save-freq says so. A run that is asked to stop saves and
+    # exits at the next end of a phase or micro-batch. A step that has changed the weights is finished first.
     for step in run.steps(loop_state):
         run.evaluate_if_due(sampler.evaluate, policy)
 
-        # 1. Sample: the engine gets the policy's weights, and samples G responses to each prompt. The run ends if the
+        # 1. Sample. The engine gets the policy's weights, and samples G responses to each prompt. The run ends if the
         # trainer's log-probs of a few of them differ too much from the engine's. All ranks get the scores and lengths
-        # of the whole step; tokens stay on the rank that sampled them until phase 2. With remax a
-        # greedy response to each prompt is sampled too, at the same time.
+        # of the whole step. Tokens stay on the rank that sampled them until phase 2. With remax a greedy response to
+        # each prompt is sampled too, at the same time.
         responses = sampler.sample(policy, step)  # B
         greedy_P = torch.zeros(args.train_batch_size)  # (P,)
         if args.adv_estimator == "remax":  # NaN for a greedy response without a score
             greedy_P = torch.tensor(ranks.all_gather(scores_of(sampler.greedy_samples).tolist()))
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
-        is_trainable = (scores_PG - greedy_P.view(-1, 1)).isfinite().flatten()  # (B,): with remax, both of them
+        # Whether a response has a score (B,). With remax, the greedy response needs one as well.
+        is_trainable = (scores_PG - greedy_P.view(-1, 1)).isfinite().flatten()
 
-        # 2. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
-        # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
+        # 2. Batch. Divide the step into updates, which are one optimizer step each, and each update into micro-batches.
+        # Send each rank the tokens that it trains on. A response without a score teaches nothing, so its mask is 0.
         batch, updates = make_batch(
             responses,
             trainable=is_trainable,
@@ -166,8 +170,8 @@ def main(args: Args) -> dict[str, float]:
         )  # (b, T)
         run.may_stop_after("batch")
 
-        # 3. Log-probs that stay fixed while the policy changes: by the policy that starts the step, and by the
-        # reference. With one update per step the policy has not changed when the loss is computed.
+        # 3. Log-probs that stay fixed while the policy changes. They are by the policy that starts the step and by the
+        # reference. With one update per step the policy has not changed yet when the loss is computed.
         if num_updates > 1 or args.kl.use_kl_in_reward or args.adv_estimator == "optimal_token_baseline":
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             run.may_stop_after("old_log_prob")
@@ -178,10 +182,10 @@ def main(args: Args) -> dict[str, float]:
             run.may_stop_after("ref")
 
         # === algorithm ================================================================================================
-        # 4. Advantages: the score is the reward of the last token, and with --use-kl-in-reward every token pays for its
-        # KL. How much is earned from each token on (the return), and how much more is that than the baseline?
+        # 4. Advantages. The score is the reward of the last token. With --use-kl-in-reward every token pays for its KL.
+        # How much is earned from each token on (the return), and how much more is that than the baseline?
         mask = batch.response_mask  # (b, T): 1 for the tokens that the policy sampled
-        rewards, kl_metrics = token_rewards(responses, batch), {}  # (b, T): the score at the last token of a response
+        rewards, kl_metrics = token_rewards(responses, batch), {}  # (b, T), the score at the last token of a response
         if args.kl.use_kl_in_reward:
             token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl.kl_penalty) * mask  # k1: old_logp - ref_logp
             rewards = rewards - kl_coef * token_kl
@@ -193,8 +197,10 @@ def main(args: Args) -> dict[str, float]:
             A = (R.double() - mean) / math.sqrt(var + 1e-8)
         elif args.adv_estimator == "remax":
             A = R - greedy_P[prompts].view(-1, 1)
-        else:  # baseline_t = sum_i W_it R_it / sum_i W_it, over the prompt's responses i with a token t; of one: 0
-            # W_it = sum over tokens k up to t of 1 - 2 pi(k) + sum_v pi(v)^2: how large the gradient of their logp is
+        else:
+            # baseline_t = sum_i W_it R_it / sum_i W_it, over the prompt's responses i that have a token t. If there is
+            # only one, the baseline is 0. W_it says how large the gradient of the log-probs up to token t is. It is the
+            # sum over tokens k up to t of 1 - 2 pi(k) + sum_v pi(v)^2.
             collisions = fixed_collisions(policy, batch, updates, sampling=sampling)  # (b, T): sum_v pi(v)^2
             W = ((1 - 2 * batch.old_logp.exp() + collisions) * mask).cumsum(1)
             sums = ranks.all_reduce_sum(advantages.sums_by_group(R, W, mask, prompts, len(greedy_P)))  # (3, P, T)
@@ -202,30 +208,31 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, advantages=torch.where(mask > 0, A, 0.0).to(R.dtype), returns=R)
         run.may_stop_after("adv")
 
-        # 5. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
+        # 5. Updates. A mini-batch makes one optimizer step, and its micro-batches only save memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         optimizer.param_groups[0]["lr"] = lr
-        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
-        for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
-            # aggregate(x, mask) = sum of x over the tokens / num_tokens, unless --loss-agg-mode has another mean. The
-            # counts are of the whole mini-batch on all ranks, so gradients of micro-batches and ranks add up.
+        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # Both collect metrics for phase 6.
+        for update in updates * args.ppo_epochs:  # the list of mini-batches, once for each epoch, in the same order
+            # aggregate(x, mask) is the sum of x over the tokens / num_tokens, unless --loss-agg-mode has another mean.
+            # The counts are of the whole mini-batch on all ranks, so the gradients of micro-batches and ranks add up.
             scale = args.loss_scale_factor or args.max_response_length
             counts = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
             aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **counts)
             for micro_rows in run.micro_batches(update):
-                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t), as long as the longest of these rows
                 A, mask = micro.advantages, micro.response_mask
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 
-                # The gradient of the ratio is ratio * gradient of logp. Where the clip decides, the gradient is 0.
+                # The gradient of the ratio is the ratio times the gradient of logp. Where a clip decides, it is 0.
                 ratio = (logp - old_logp).clamp(-20, 20).exp()
                 unclipped = -A * ratio
                 clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)
                 pg_loss = torch.maximum(unclipped, clipped)
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)  # dual clip
                 is_clipped = (pg_loss != unclipped).float()
-                # The engine's log-probs are not quite the trainer's. Corrects for that if a flag asks for it; else 1.
+                # The engine's log-probs are not quite the trainer's. If a flag asks for it, weights correct for that.
+                # Otherwise they are 1.
                 weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss - args.entropy_coeff * entropy
@@ -242,14 +249,14 @@ def main(args: Args) -> dict[str, float]:
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()
             else:
-                run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
+                run.skip_update(norm, update.num_tokens, batch)  # raises an error at the third in a row
             optimizer.zero_grad(set_to_none=True)
             norms.append({"actor": norm})
         run.may_stop_after("update_actor")
         # === end ======================================================================================================
 
-        # 6. Report: losses are means over updates; entropy, clipping and the like are means over all tokens;
-        # scores, advantages and lengths are described over all responses.
+        # 6. Report. Losses are means over updates. Entropy, clipping and the like are means over all tokens. Scores,
+        # advantages and lengths have their mean, maximum and minimum over all responses.
         rewards_B = ranks.all_rows(rewards.sum(1), batch.rows, len(responses))
         step_metrics = {
             **metrics.of_sampled(responses, args.rollout_n),

@@ -2,7 +2,7 @@
 
     torchrun train_reward.py --model Qwen/Qwen2.5-1.5B-Instruct --train-files data/preferences/train.parquet
 
-A reward model is a language model with a scalar head, which reads the last token of prompt and response. With s_w the
+A reward model is a language model with a scalar head, which reads the last token of prompt and response. Let s_w be the
 score of the chosen response of a pair (it wins), and s_l that of the rejected one (it loses):
 
     loss   L = mean over pairs of -log sigmoid(s_w - s_l)        Bradley and Terry 1952; InstructGPT, arXiv 2203.02155
@@ -11,7 +11,8 @@ The mean is over the pairs of the batch on all ranks, so the loss depends neithe
 Model, packing and sharding are those of train_grpo.py, which takes the result as --reward-model. More than one or two
 epochs overfit.
 
-B pairs per step, 2B rows (chosen, rejected, chosen, ...), 2b of them in a micro-batch; T tokens.
+A step has B pairs, which are 2B rows (chosen, rejected, chosen, ...). A micro-batch has 2b of these rows. A row has at
+most T tokens.
 """
 
 import math
@@ -63,7 +64,8 @@ class Args(Supervised):  # and the groups of flags in rl/run/supervised.py: LoRA
 
 
 def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """-log sigmoid(s_w - s_l) of each pair, from scores (B,): minus the log-likelihood that the chosen response wins.
+    """-log sigmoid(s_w - s_l) of each pair, from scores (B,). This is minus the log-likelihood that the chosen response
+    wins.
 
     It is log 2 for equal scores. Adding a constant to all scores changes nothing. Source: eq. 1 of InstructGPT.
     """
@@ -71,7 +73,7 @@ def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
 
 
 def main(args: Args) -> dict[str, float]:
-    """Train; returns the metrics of the last step and of the last evaluation."""
+    """Train, and return the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     tokenizer = check(args, scores=True)
     load = partial(
@@ -88,14 +90,14 @@ def main(args: Args) -> dict[str, float]:
         model.parameters(), lr=args.lr, betas=(0.9, args.beta2), weight_decay=args.weight_decay, fused=True
     )
     run.begin({"reward_model": (model, optimizer)})
-    # Divides rows into micro-batches of at most so many tokens. Both rows of a pair are in the same one.
+    # plan() divides rows into micro-batches of at most max_tokens. Both rows of a pair are in the same one.
     plan = partial(plan_update, max_tokens=run.memory.max_token_len_per_gpu, ranks=ranks, rows_per_unit=2)
 
     def evaluate() -> Evaluation:
         """The same loss on held-out pairs, without gradients, and how often the chosen response wins."""
         held_out = collate([side for pair in val for side in pair])  # (2B, T)
         update = plan(held_out.lengths.tolist())
-        own_scores = fixed_scores(model, held_out, update.micro_batches)  # 0 in others' rows
+        own_scores = fixed_scores(model, held_out, update.micro_batches)  # 0 in rows of other ranks
         chosen, rejected = ranks.all_reduce_sum(own_scores.to(ranks.device)).view(-1, 2).unbind(1)
         val_metrics = {
             "val/loss": bradley_terry(chosen, rejected).mean().item(),
@@ -104,14 +106,15 @@ def main(args: Args) -> dict[str, float]:
         }
         return val_metrics, []
 
-    # Saves a checkpoint before each step, if --save-freq says so. A run that is asked to stop saves and exits at the
-    # next end of a phase or micro-batch. A step that has changed weights is made to its end first.
+    # run.steps() saves a checkpoint before each step if --save-freq says so. A run that is asked to stop saves and
+    # exits at the next end of a phase or micro-batch. A step that has changed the weights is finished first.
     for step in progress("reward", run.steps(), total_steps - run.first_step):
         run.evaluate_if_due(evaluate)
 
-        # 1. Batch: a pure function of (seed, step). All ranks have all rows, and `update` says which rows are whose.
+        # 1. Batch. Which pairs these are depends only on the seed and the step. All ranks have all rows, and `update`
+        # says which rank trains on which.
         pairs = prompts_for_step(train, step, args.train_batch_size, args.seed)  # B
-        batch = collate([side for pair in pairs for side in pair])  # (2B, T): chosen, rejected, chosen, ...
+        batch = collate([side for pair in pairs for side in pair])  # (2B, T), chosen, rejected, chosen, ...
         update = plan(batch.lengths.tolist())
         run.may_stop_after("data")
 

@@ -143,9 +143,12 @@ def test_a_page_explains_the_flags_that_train_grpo_does_not_have(name):
 
 
 def deviations(header: str) -> list[str]:
-    """What a script's header says after "Where this departs from the paper", where a semicolon ends each item."""
+    """What a script's header says after "Where this departs from the paper": numbered items, or items that a semicolon
+    ends.
+    """
     said = re.search(r"Where\s+this\s+departs\s+from\s+the\s+papers?\b[^:]*:(.*?)(?:\n\n|$)", header, re.DOTALL)[1]
-    return [" ".join(item.split()) for item in said.split(";")]
+    items = re.split(r"\s(?=\d\. )", said.strip()) if re.match(r"\s*1\. ", said) else said.split(";")
+    return [" ".join(item.split()) for item in items]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
