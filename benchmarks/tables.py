@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 LAYOUT = ROOT / "benchmarks" / "tables.toml"
 WITH_TABLES = ("performance", "models", "results", "scaling", "environments", "train_async", "troubleshooting")
-PAGES = (*(ROOT / "docs" / f"{name}.md" for name in WITH_TABLES), RESULTS / "README.md")
+PAGES = (*(ROOT / "docs" / f"{name}.md" for name in WITH_TABLES), RESULTS / "README.md", ROOT / "README.md")
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TAKE = {"median": statistics.median, "mean": statistics.mean, "min": min, "max": max}
 

@@ -87,12 +87,19 @@ def section(text: str, title: str) -> str:
     return re.split(rf"^#{{1,{len(level)}}} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
 
 
-COMMANDS = [(page, line) for page in [ROOT / "README.md", *PAGES] for line in commands(page.read_text())]
+COPY = "train_my_idea.py"  # the reader's own copy of train_grpo.py
+COMMANDS = [
+    (page, line.replace(COPY, "train_grpo.py"))
+    for page in [ROOT / "README.md", *PAGES]
+    for line in commands(page.read_text())
+]
 
 
 def test_commands_are_found():
     assert {page.name for page, _ in COMMANDS} >= {"README.md", "train_grpo.md", "train_ppo.md", "train_dapo.md"}
     assert len(COMMANDS) > 30
+    front_page = (ROOT / "README.md").read_text()
+    assert f"cp train_grpo.py {COPY}\n    python {COPY} --model runs/demo/" in front_page
 
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[f"{page.stem}-{line[:60]}" for page, line in COMMANDS])
@@ -196,6 +203,10 @@ def test_links_lead_somewhere():
             path = page.parent / path if path else page
             assert path.exists(), f"{page.name}: {target}"
             assert not anchor or anchor in anchors(path.read_text()), f"{page.name}: {target}"
+
+
+def test_the_front_page_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
 
 
 def test_the_page_that_teaches_grpo_is_short():
