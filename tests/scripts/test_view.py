@@ -326,6 +326,19 @@ def test_a_browser_shows_responses_colored_by_token(tab, runs):
     assert tab.locator(".sample").count() == 3
 
 
+def test_an_address_opens_the_responses_of_a_step(tab, page):
+    tab.goto(f"{page.as_uri()}#responses/1")
+    tab.reload()  # another fragment alone does not load the page again
+    assert tab.locator("#charts").is_hidden() and tab.locator("#step").input_value() == "1"
+    assert tab.locator(".sample").count() == 4 and "step 1" in tab.locator(".sample .head").first.inner_text()
+    tab.goto(f"{page.as_uri()}#responses")
+    tab.reload()
+    assert tab.locator("#step").input_value() == "2"
+    tab.goto(f"{page.as_uri()}#curves")
+    tab.reload()
+    assert tab.locator("#samples").is_hidden() and tab.locator(".chart").count() > 50
+
+
 def test_runs_as_a_script(runs, tmp_path):
     with pytest.raises(AssertionError, match="view.py: error: give one folder of a run or more"):
         launch.run_file("tools/view.py")
