@@ -205,6 +205,37 @@ def test_links_lead_somewhere():
             assert not anchor or anchor in anchors(path.read_text()), f"{page.name}: {target}"
 
 
+def sentences(text: str) -> list[str]:
+    """The sentences of a page outside of headings, tables and code. Items of a list are sentences of their own, and
+    links have their texts only.
+    """
+    found = []
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", without_blocks(text)):
+        if not block.startswith(("|", "#", "<!--", "    ")):
+            plain = re.sub(r"\]\([^)]*\)", "]", " ".join(block.split()))
+            found += re.split(r"(?<=[.!?])[)*\"]*\s+", plain)
+    return found
+
+
+def long_sentences(text: str) -> list[str]:
+    """Those with more than 35 words. A word has a letter or a digit."""
+    return [x for x in sentences(text) if len([word for word in x.split() if re.search(r"\w", word)]) > 35]
+
+
+@pytest.mark.parametrize("page", [*FRONT_PAGES, *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_sentence_has_at_most_35_words(page):
+    assert long_sentences(page.read_text()) == []
+
+
+def test_long_sentences_are_found():
+    words = ["word"] * 35
+    assert sentences("# A b.\n\nOne [two](x.md#a-b) three. Four!\n\n- Five\n  six\n- 7\n\n| no |\n\n    no no\n") == [
+        "One [two] three.", "Four!", "- Five six", "- 7",
+    ]  # fmt: skip
+    assert long_sentences(" ".join([*words, "-", "="]) + ".") == []
+    assert long_sentences("A b. " + " ".join([*words, "last."])) == [" ".join([*words, "last."])]
+
+
 def test_the_front_page_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 160
 
