@@ -7,8 +7,9 @@ r"""Seconds per step of TRL's GRPOTrainer and of train_grpo.py: same weights, pr
     python benchmarks/compare_trl.py --tokenizer ... --rows C --lengths geometric --per-device-train-batch-size 8 \
         --vllm-gpu-memory-utilization 0.2 --attn-implementation flash_attention_2 --steps 5 --warmup 2
 
-Both make one update of AdamW from 64 prompts x 8 responses, sampled by vLLM in the training process at temperature 1,
-with token-mean loss, no KL term and a reward that is a hash of the response. Each row runs in a process of its own:
+Both make one update of AdamW from 64 prompts x 8 responses, which vLLM samples in the training process at temperature
+1. The loss is token-mean, there is no KL term, and the reward is a hash of the response. Each row runs in a process of
+   its own:
 
     A  TRL tuned: no activation checkpointing, Liger's layer kernels if installed, its importance correction on
     B  A without the correction, and so without a pass for old log-probs, as train_grpo.py on policy
@@ -315,8 +316,9 @@ def own_row(args: Args, flags: list[str]) -> dict[str, Any]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Seconds from the end of one step to the end of the next, and those in which weights are pushed and responses
-    sampled; response tokens per second over the step; memory in use on the device, and the peak of torch's allocator.
+    """A table of results. It has the seconds from the end of one step to the end of the next, and those in which
+    weights are pushed and responses sampled. It also has response tokens per second over the step, the memory in use on
+    the device, and the peak of torch's allocator.
     """
 
     def cell(value: float | None, form: str, width: int) -> str:

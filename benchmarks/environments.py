@@ -2,11 +2,12 @@
 
     python benchmarks/environments.py --tasks calculator guess python
 
-Each task: data, SFT on imperfect demonstrations, then train_grpo.py from that checkpoint for each way and seed, then
-eval.py with the same flags on its last checkpoint, which must give the run's own last evaluation to the last digit.
-Without: for the calculator no --tools, and for the game --max-turns 1, a guess to which nothing is said.
+For each task, this makes the data, and trains on imperfect demonstrations (SFT). Then it runs train_grpo.py from that
+checkpoint for each way and seed. At last it runs eval.py with the same flags on the last checkpoint, which must give
+the run's own last evaluation to the last digit. The way `without` has no --tools for the calculator. For the game it
+has --max-turns 1, which is a guess to which nothing is said.
 
-Steps that are finished are skipped, so the same command again goes on where it stopped. Leaves
+Steps that are finished are skipped, so the same command again goes on where it stopped. It leaves
 
     <work-dir>/<task>/                                     data/, sft/ and <way>_<seed>/ of each run
     <results>/<task>_<way>_<seed>.metrics.jsonl            the metrics of a run

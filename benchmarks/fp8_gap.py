@@ -2,12 +2,15 @@
 
     python benchmarks/fp8_gap.py --model MODEL --prompts test.parquet --num-prompts 32
 
-vLLM's `fp8_per_channel`, which --rollout-quantization fp8 selects, keeps a weight W in e4m3 with a scale for each row,
-and rounds what is multiplied with it with a scale for each token: y = (a e4m3(x / a)) (b e4m3(W / b))^T with
-a = max |x| / 448 of a token and b = max |W| / 448 of a row. The LM head stays as it is. All else is in float32 here.
+vLLM's `fp8_per_channel`, which --rollout-quantization fp8 selects, keeps a weight W in e4m3 with a scale for each row.
+It rounds what is multiplied with W with a scale for each token:
 
-Samples one response to each prompt at temperature 1 by the engine `hf`, with linear layers in bfloat16 and in FP8, and
-prints what a run would log of it: the trainer, in float32, computes the log-probs of the same tokens.
+    y = (a e4m3(x / a)) (b e4m3(W / b))^T    a = max |x| / 448 of a token, b = max |W| / 448 of a row
+
+The LM head stays as it is. All else is in float32 here.
+
+This samples one response to each prompt at temperature 1 by the engine `hf`, with linear layers in bfloat16 and in FP8.
+It prints what a run would log of it, for which the trainer, in float32, computes the log-probs of the same tokens.
 """
 
 import sys

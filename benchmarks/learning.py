@@ -290,8 +290,9 @@ def commit() -> str:
 def responses_by_step(metrics: list[dict], config: dict) -> dict[int, int]:
     """Number of responses sampled for training until the end of each step, from the lines of metrics.jsonl.
 
-    DAPO reports its own, since it samples until its batch is full; elsewhere every step samples the same: with ReMax a
-    greedy response to each prompt too, with PRIME's --gen-batch-size more prompts than are learned from.
+    DAPO reports its own number, since it samples until its batch is full. Elsewhere every step samples the same number.
+    With ReMax that includes a greedy response to each prompt, and with PRIME's --gen-batch-size there are more prompts
+    than are learned from.
     """
     steps = [line for line in metrics if "critic/score/mean" in line]
     prompts = config.get("gen_batch_size") or config["train_batch_size"]

@@ -4,13 +4,14 @@
     python benchmarks/learning.py --setting easy --only grpo        # makes the checkpoint and our side
     python benchmarks/learning_trl.py
 
-TRL samples with transformers, on the CPU. What it shares with the run `grpo` of learning.py: 32 prompts x 8 responses
-and one update per step, temperature 1, AdamW at a constant 1e-4, token-mean loss (TRL's "dapo"), no KL term, fp32, and
-greedy accuracy on the same 512 held-out prompts. Two things cannot be set alike and are too small to matter: TRL adds
-1e-4 to a group's standard deviation, train_grpo.py 1e-6; TRL's weight decay (0.01 in both) spares biases and norms.
+TRL samples with transformers, on the CPU. It shares these settings with the run `grpo` of learning.py: 32 prompts x 8
+responses and one update per step, temperature 1, AdamW at a constant 1e-4, token-mean loss (TRL's "dapo"), and no KL
+term. Both compute in fp32, and measure greedy accuracy on the same 512 held-out prompts. Two things cannot be set
+alike, and are too small to matter. TRL adds 1e-4 to a group's standard deviation, and train_grpo.py adds 1e-6. TRL's
+weight decay (0.01 in both) spares biases and norms.
 
-The other variants say what a setting that one might leave as it is does to TRL's curve. Finished runs are skipped.
-Leaves trl.json, trl.md and trl.png in --results, and reads easy.json there.
+The other variants show how a setting that one might leave as it is changes TRL's curve. Finished runs are skipped. This
+leaves trl.json, trl.md and trl.png in --results, and reads easy.json there.
 """
 
 import dataclasses

@@ -3,9 +3,10 @@
     python benchmarks/limited.py 24 train_grpo.py --model models/qwen-1.5b-random ...
     torchrun --nproc_per_node 2 benchmarks/limited.py 80 benchmarks/step_time.py --shape 14B --tokenizer T
 
-The program sees a GPU with so many GiB: torch says so to whoever asks how much memory there is and how much of it is
-free, so --gpu-memory-utilization is a share of these, and memory flags are chosen for them. memory_gb/* in the metrics
-leave out what is taken, too. What was in use at most is printed at the end, seen five times per second.
+The program sees a GPU with the given number of GiB, since torch says so to whoever asks how much memory there is and
+how much of it is free. So --gpu-memory-utilization is a share of these, and memory flags are chosen for them.
+memory_gb/* in the metrics leave out what is taken, too. The largest use of memory, which is read five times per second,
+is printed at the end.
 """
 
 import os

@@ -5,12 +5,14 @@
     python benchmarks/models.py --out FOLDER --gradients        # of new models, on one rank and on two
     python benchmarks/models.py --out FOLDER --learn olmo2 mistral
 
-Each family gets a tiny model with random weights. Then, as a user would: it is trained for two steps by sft.py on the
-arithmetic task, its export is loaded again by transformers, the policy is loaded from there as train_grpo.py does, its
-log-probs are compared with those of transformers' own forward for one sequence at a time, and its weights, changed, are
-pushed into vLLM, whose log-probs of what it samples are compared with the policy's. models.jsonl has a line a family;
-those that it has already are not run again. What vLLM does not serve is told by its error. gradients.jsonl compares
-gradients in the same way, relative to their norm, and log-probs, of a new model on one rank and on two.
+Each family gets a tiny model with random weights, with which this script does what a user would do. sft.py trains it
+for two steps on the arithmetic task, and transformers loads its export again. The policy is loaded from there as
+train_grpo.py does. Its log-probs are compared with those of transformers' own forward for one sequence at a time. Then
+its weights are changed and pushed into vLLM, whose log-probs of what it samples are compared with the policy's.
+
+models.jsonl has a line per family, and families that it has already are not run again. If vLLM does not serve a family,
+the line has vLLM's error. gradients.jsonl compares the gradients, relative to their norm, and the log-probs of a new
+model on one rank and on two.
 """
 
 import contextlib

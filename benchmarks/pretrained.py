@@ -165,8 +165,8 @@ def run(command: str, log: Path, gpu: int, **variables: str) -> str:
 
 
 def measure(args: Args, checkpoint: str) -> None:
-    """Write measured.json unless it exists, for the model as it comes and after SFT: greedy accuracy, and of 8 samples
-    at temperature 1 the mean, pass@1, 2, 4 and 8 and the majority vote, by eval.py.
+    """Write measured.json unless it exists, for the model as it comes and after SFT. eval.py measures the greedy
+    accuracy. It also measures the mean, pass@1, 2, 4 and 8 and the majority vote of 8 samples at temperature 1.
     """
     folder, found = args.work_dir / args.task, {}
     if (folder / "measured.json").exists():
@@ -222,9 +222,10 @@ def standard_error(accuracy: float, n: int) -> float:
 
 
 def table(results: list[dict], n: int) -> str:
-    """A markdown row a run: accuracy before the first step and at the end, by seed, the gain in standard errors of
-    the difference, steps, responses, and seconds of a step (mean, without evaluations) beside the runs on its GPU. A
-    run whose result has no train_seconds, because they compare with nothing, has a dash there.
+    """A table in markdown with a row per run. It has the accuracy before the first step and at the end, by seed, and
+    the gain in standard errors of the difference. Then come steps, responses, and the mean seconds of a step, without
+    evaluations, beside the other runs on its GPU. If the seconds of a run compare with nothing, its result has no
+    train_seconds, and its row has a dash there.
     """
     lines = ["| run | before | after, by seed | gain / standard error | steps | responses | s per step |"]
     lines.append("|" + "---|" * 7)

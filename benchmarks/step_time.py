@@ -5,12 +5,11 @@
     torchrun --nproc_per_node 2 benchmarks/step_time.py --shape 7B --tokenizer ... --tensor-model-parallel-size 2
     python benchmarks/step_time.py --shape tiny                                 # on a CPU, to see that it works
 
-Flags that are not listed below go to train_grpo.py and win over what is set here: 64 prompts x 8 responses, 128 + 1,024
-tokens, one update per step (--shape tiny: 8 x 4 and 32 tokens). Prompts are digits, the reward is a hash of the
-response.
-Generation is compared with vLLM alone, which runs first in processes of its own, and the update with the speed of a
-plain matrix product on the same device. Leaves metrics.jsonl (every step), config.json (every flag) and report.json in
---out.
+Flags that are not listed below go to train_grpo.py and win over what is set here. That is 64 prompts x 8 responses, 128
++ 1,024 tokens, and one update per step (--shape tiny: 8 x 4 and 32 tokens). Prompts are digits, and the reward is a
+hash of the response. Generation is compared with vLLM alone, which runs first in processes of its own, and the update
+with the speed of a plain matrix product on the same device. Leaves metrics.jsonl (every step), config.json (every flag)
+and report.json in --out.
 """
 
 import json
@@ -263,9 +262,9 @@ def free_port() -> int:
 
 
 def record_updates() -> list[dict[str, float]]:
-    """Let rl/data/batching.py note what metrics.jsonl does not say of a step: the sum of s^2 over all sequences, and
-    the share of --ppo-max-token-len-per-gpu that this rank's micro-batches use on average, where a shared prompt counts
-    once.
+    """Let rl/data/batching.py note what metrics.jsonl does not say of a step. That is the sum of s^2 over all
+    sequences, and the share of --ppo-max-token-len-per-gpu that this rank's micro-batches use on average. There a
+    shared prompt counts once.
     """
     make, plan, notes, fills = batching.make_batch, batching.plan_update, [], []
 

@@ -5,8 +5,8 @@
     python benchmarks/tool_latency.py --shape 1.5B --tokenizer T --num-prompts 64 --max-num-seqs 1024
 
 A conversation has 1 to 2 * turns - 1 turns of the policy, and a turn half to one and a half times `turn_length` tokens.
-Both are drawn from the numbers of the conversation, and do not depend on the model: the engine gets two stop ids, as
-most models have them, which the model hardly ever says, and a turn is cut at its length. Its last token is replaced by
+Both are drawn from the numbers of the conversation, and do not depend on the model. The engine gets two stop ids, as
+most models have them, which the model hardly ever says. A turn is cut at its length, and its last token is replaced by
 the one that ends a turn. A tool, which is described to the policy and whose calls are looked for in each turn, answers
 with a number after so many seconds, whatever the turn says.
 
@@ -16,9 +16,10 @@ Three kinds of generation are measured, each with the same number of sampled tok
     seeded          the same, each with a seed of its own, as conversations have
     conversations   for each latency of the tool
 
-Prints a line for each: the seconds of the fastest repeat, sampled tokens per second, their ratio to plain responses,
-how often the engine has decoded, and how many sequences each of these steps had on average. `parts` says what the
-trainer's thread did in that repeat: the seconds, for how many of them it used a CPU, and how often it was done:
+Prints a line for each of them. It has the seconds of the fastest repeat, sampled tokens per second, and their ratio to
+plain responses. It also says how often the engine has decoded, and how many sequences each of these steps had on
+average. `parts` says what the trainer's thread did in that repeat: the seconds, for how many of them it used a CPU, and
+how often it was done:
 
     engine                          vLLM's step, in which the thread waits for the GPU; or the step of the hf engine
     engine, also reading            the same, when it also hands a step to the GPU that reads prompts or turns

@@ -140,7 +140,7 @@ def make_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """One token a character, and one for each of `words`, plus ChatML's special tokens.
 
-    The characters are stored under their byte-level names ("\\n" as "Ċ", " " as "Ġ"): a folder of model type qwen2 is
+    The characters are stored under their byte-level names ("\\n" as "Ċ", " " as "Ġ"). A folder of model type qwen2 is
     loaded with a byte-level pre-tokenizer, to which a plain "\\n" in the vocabulary would be unknown and dropped.
     """
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -17,9 +17,10 @@ The SFT data is imperfect on purpose (see `sft_messages`), as that of data/arith
 to find out that calls pay, and which ending can be graded. One demonstration in five has no tools, and gives the right
 answer at once, so that the same model can be asked without them.
 
-Writes sft.parquet (messages, tools), train.parquet and test.parquet (verl's RL schema, graded by the GSM8K rule), and
-model/: the random model of data/arithmetic.py, whose chat template renders tools by their names and parameters, and
-whose vocabulary has a token for each part of a call that is always the same. No test question is in the other files.
+This writes sft.parquet (messages, tools), train.parquet and test.parquet (verl's RL schema, graded by the GSM8K rule),
+and model/. That is the random model of data/arithmetic.py. Its chat template renders tools by their names and
+parameters, and its vocabulary has a token for each part of a call that is always the same. No test question is in the
+other files.
 """
 
 import dataclasses

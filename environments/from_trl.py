@@ -13,9 +13,10 @@ mine.py, for a class that GRPOTrainer(environment_factory=Game) takes:
 Its public methods are the tools, and a turn without a call is the last. `reset` gets the row's columns, after `random`
 was seeded alike for a group. `get_reward` is asked after each turn, and the last answer counts.
 
-Where this departs from TRL: what `reset` returns is a user's message behind the prompt, not added to the last one; each
-response has an object of its own, not one that is reset; a failing call is answered by "Error: ..."; an async method
-runs in an event loop of its own. Not done: images, and a dict of several environments.
+This departs from TRL in four points. What `reset` returns is a user's message behind the prompt, and is not added to
+the last message. Each response has an object of its own, and not one that is reset. A failing call is answered by
+"Error: ...". An async method runs in an event loop of its own. Images and a dict of several environments are not
+supported.
 
 Tried with TRL 1.16.0, which is not imported.
 """

@@ -34,8 +34,9 @@ compare with its published runs. Where they differ:
     gold without sense  ValueError                            GSM8K: an empty answer equals it; MBPP: no test passes
 
 Source: one-covenant/grail, commit 54d6342, research/verl/reward_functions.py. Strict differs from it on purpose only
-where it is a danger: the symbolic step takes a small language (see `_is_harmless`), code that crashes the compiler is a
-syntax error, and code runs in rewards/sandbox with 2 seconds of CPU a test (GRAIL: 5 of wall time).
+where the source is a danger. The symbolic step takes a small language (see `_is_harmless`). Code that crashes the
+compiler is a syntax error. Code runs in rewards/sandbox with 2 seconds of CPU time per test, where GRAIL has 5 seconds
+of wall time.
 """
 
 import builtins

@@ -19,8 +19,9 @@ def compute_score(
 
     `answer` may have any case. What follows it, to the end of the line (or on the next, if the line ends there), is the
     answer: of this the box, else what stands between dollar signs, else all. It is compared with the ground truth by
-    `rewards.math_reward.equal`, so units, commas and layout do not count; first as it stands, then what follows the
-    last `=` of each, unless the truth is an equation in letters: `x - 3z = 0` is not right because it ends with 0.
+    `rewards.math_reward.equal`, so units, commas and layout do not count. First the two are compared as they stand, and
+    then what follows the last `=` of each. The latter is left out if the truth is an equation in letters, since `x - 3z
+    = 0` is not right because it ends with 0.
 
     Deliberate differences from verl's scorer of the same name, which compares normalised strings:
       - equal values are equal: `42.`, `42.0`, `84/2` and `**42**` are 42, also in the fallback box;

@@ -216,10 +216,11 @@ def _relations(x: Any) -> list[Relational] | None:
 def _same_relations(answer: Any, truth: Any) -> bool:
     """Whether two formulas of which at least one is an equation, an inequality or a list of them say the same.
 
-    Two equations are the same if they have the same solutions wherever all their sides are defined: if one is a
-    multiple of the other by a number, or if both are rational and their numerators have the same factors. So `x/y=1` is
-    `x=y` and `x^2=0` is `x=0`, but `x^2=x` is not `x=1`. Inequalities are the same if one is a positive multiple of the
-    other. If the truth is solved, as `x = 5` or `x > 5` are, then so must be the answer: `2x = 10` leaves work to do.
+    Two equations are the same if they have the same solutions wherever all their sides are defined. That is so if one
+    is a multiple of the other by a number, or if both are rational and their numerators have the same factors. So
+    `x/y=1` is `x=y` and `x^2=0` is `x=0`, but `x^2=x` is not `x=1`. Inequalities are the same if one is a positive
+    multiple of the other. If the truth is solved, as `x = 5` or `x > 5` are, then so must be the answer: `2x = 10`
+    leaves work to do.
 
     A list such as `x=1, y=2` may have any order. A set may stand for inequalities in one variable and they for it, and
     values for equations with a single variable on the left: `1, 2` for `x=1, y=2`, in this order.

@@ -85,7 +85,7 @@ def equal(answer: str, truth: str | int) -> bool:
       where there are sines and the like. Functions by cases must have the same rows, in any order.
       This is exact, however small or large the numbers are; only a decimal may differ by 5e-13 of its value. Equations
       are equal if they have the same solutions: see math_equality.py. Variables, functions and operators such as `!`,
-      `\binom` or `\sum` may stand in the answer only if the truth has them; tuples, intervals and sets must have the
+      `\binom` or `\sum` may stand in the answer only if the truth has them. Tuples, intervals and sets must have the
       same brackets, except that a bare list is a set.
 
     Raises:

@@ -15,8 +15,8 @@ def compute_score(
     """1.0 if the last `<answer>...</answer>` equals one of the accepted answers, else 0.0; for tag spam 0.25.
 
     Case, ASCII punctuation, the words a, an and the, and the amount of white space do not count. This is verl's scorer
-    of the same rows, with one difference: if nothing is left of an accepted answer, such as `The ?`, it must be given
-    as it is written, up to case (verl: any answer of which nothing is left).
+    of the same rows, with one difference. If nothing is left of an accepted answer, such as `The ?`, it must be given
+    as it is written, up to case. verl then accepts any answer of which nothing is left.
 
     Args:
         data_source: not used.

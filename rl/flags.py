@@ -10,9 +10,9 @@ for each:
         my_bound: Free[AtLeast1] = 10        # Free: a resumed run may change it; other flags must stay as they were
         memory: Memory = Memory()            # a group; Memory(compile=False) gives a flag of it another default
 
-A group may have two things that rl/run/ asks for: a method `check(flags)`, which gets the values of all flags by name
-and raises ValueError if one of them contradicts the group's own, and `text_only`, which names what reads nothing but
-text. Args itself may have `text_only` too.
+A group may have two things that rl/run/ asks for. A method `check(flags)` gets the values of all flags by name, and
+raises ValueError if one of them contradicts the group's own. `text_only` names what reads nothing but text. Args itself
+may have `text_only` too.
 """
 
 import dataclasses
@@ -105,8 +105,8 @@ def marked(args: Any, note: str) -> set[str]:
 
 def check_limits(args: Any) -> None:
     """Raise ValueError, naming the flag and its value, if a number is NaN, infinite, of an absurd size or beyond the
-    limit of its type, if a text is none, if the lower end of a range is above its upper end, or if a flag is set and
-    every flag that it `Needs` is off.
+    limit of its type. Raise it also if a text breaks the limit TEXT, or if the lower end of a range is above its upper
+    end. And raise it if a flag is set, and every flag that it `Needs` is off.
     """
     values, defaults = flat(args), flat(type(args)())
     for name, setting, hint in _each(args):

@@ -9,9 +9,10 @@ fixtures of its conftest.py use, and everything that these files need in turn. A
 that of a module in a text ("rl.scoring.worker.main"). A test also needs the files that its patterns lead to, such as
 `(ROOT / "rl").rglob("*.py")`, but nothing that these need.
 
-An extra is different, since nobody needs more of it than its door unless he uses it; test_deletion.py checks this. So a
-test needs the room behind a door only if it imports a file of that extra, if it names one of its flags, or if it starts
-a script, other than train_grpo.py, that imports the door. What helpers_scripts.py imports is no such use.
+An extra is different, since nobody needs more of it than its door without using it, which test_deletion.py checks. So a
+test needs the room behind a door only if it imports a file of that extra or names one of its flags. It also needs the
+room if it starts a script, other than train_grpo.py, that imports the door. What helpers_scripts.py imports is no such
+use.
 """
 
 import ast

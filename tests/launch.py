@@ -1,10 +1,10 @@
 """Where the repository is, and how the tests start processes in it: as a user does, on several ranks, or by a fork.
 
 A process that imports torch and a script takes six seconds of a core before it does anything, and 14 with vLLM.
-`start`, `finish` and `run` start one, as a user does: they are for tests of a command line, of torchrun, and of what is
-imported. All others take forks of a process that has imported everything, which start in a tenth of a second: `fork`
-for main of a script, which a test may break in its own way, `run_file` for a file with arguments, `run_in_turn` for
-several runs in a row.
+`start`, `finish` and `run` start one, as a user does. They are for tests of a command line, of torchrun, and of what is
+imported. All others take forks of a process that has imported everything, which start in a tenth of a second. `fork`
+runs main of a script, which a test may break in its own way. `run_file` runs a file with arguments, and `run_in_turn`
+makes several runs in a row.
 """
 
 import atexit

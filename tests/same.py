@@ -7,10 +7,10 @@ This is for changes that should change nothing: code that is moved, renamed or s
 in a temporary folder, and both get the same command lines, model folders and data files, which are made by the second
 commit. `.` stands for the working tree with all changes to files that git knows.
 
-Compared are the metrics of each step, the printed results and the answers of eval.py, sha256 of every tensor of
-exported weights, adapters, parameters and optimizer state, the state of the loop, and the other files of exported
-models. What a clock or the use of memory decides is left out, see `MEASURED`. The exit status is 0 if everything is
-the same, and 1 if anything differs or if a run fails.
+It compares the metrics of each step, and the printed results and the answers of eval.py. It also compares the sha256 of
+every tensor of exported weights, adapters, parameters and optimizer state, the state of the loop, and the other files
+of exported models. What a clock or the use of memory decides is left out, see `MEASURED`. The exit status is 0 if
+everything is the same, and 1 if anything differs or if a run fails.
 """
 
 import argparse

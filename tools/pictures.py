@@ -2,9 +2,9 @@
 
     python tools/pictures.py
 
-Nothing in them is drawn by hand. The batch and the packed row are made by the functions that make them in a run, the
-bytes are those of the plan of a run, and the picture of trainer and samplers is a small simulation. So a picture
-changes with the code, and tests/scripts/test_pictures.py fails until the pictures are made again.
+Nothing in them is drawn by hand. The batch and the packed row are made by the functions that make them in a run. The
+bytes are those of the plan of a run. The picture of trainer and samplers is a small simulation. So a picture changes
+with the code, and tests/scripts/test_pictures.py fails until the pictures are made again.
 """
 
 import tempfile

@@ -1,7 +1,8 @@
 """Conversations by the model's chat template: what the policy is told as token ids, what it calls as data.
 
 A conversation is never rendered again. What the policy sampled stays as it is, and the ids of what it is told are
-appended: those of the text that the template writes behind a turn, found by the difference of two renderings.
+appended. They are the ids of the text that the template writes behind a turn. The difference of two renderings shows
+that text.
 
 Which reader of calls.py fits a template is tried out: `Chat` renders calls of the tools, and takes the readers that
 return them.

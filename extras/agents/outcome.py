@@ -87,17 +87,17 @@ def token_rewards(responses: Sequence[Sample], batch: Batch) -> torch.Tensor:
 
 
 def returns_by_turn(responses: Sequence[Sample], n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What was earned from each of K turns on by n responses to each of P prompts, and the lengths of these turns, each
-    (P K, n): as groups that compare a turn with the same turn of the other responses to the prompt.
+    """What n responses to each of P prompts earned from each of K turns on, and the lengths of these turns. Both are
+    (P K, n). A row of them is a group, which compares a turn with the same turn of the other responses to the prompt.
     """
     rewards, lengths = (x.unflatten(0, (-1, n)) for x in turns_of(responses))  # (P, n, K)
     return turn_returns(rewards), lengths.mT.flatten(0, 1)
 
 
 def metrics_of(responses: Sequence[Sample]) -> dict[str, float]:
-    """Of conversations: turns of the policy, tokens that it was told, the share that failed, and the mean of each
-    number that environments report, "seconds" of waiting among them, and of the sum of the rewards that they gave with
-    turns, if any.
+    """Metrics of conversations. They are the turns of the policy, the tokens that it was told, and the share of
+    conversations that failed. Each number that environments report has its mean, such as the "seconds" of waiting. So
+    has the sum of the rewards that they gave with turns, if they gave any.
     """
     n, facts = len(responses), [r.outcome.facts for r in responses]
     turns = [x["turns"] for x in facts]

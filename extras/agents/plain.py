@@ -11,8 +11,8 @@ SCALARS = (str, int, float, type(None))
 
 
 def plain(value: Any) -> Any:
-    """What JSON has of a value: numbers and lists of those of numpy and torch, of Decimal and Fraction, of sets, of
-    dataclasses, of pydantic's models and of enums, also inside others; the text of anything else.
+    """A value as JSON can have it. Values of numpy and torch, Decimal and Fraction, sets, dataclasses, pydantic's
+    models and enums become numbers, texts, lists and dicts, also inside others. Anything else becomes its text.
     """
     value = value.value if isinstance(value, enum.Enum) else value
     if isinstance(value, SCALARS):

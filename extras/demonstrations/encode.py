@@ -141,13 +141,15 @@ def encode_demonstration(tokenizer: Tokenizer, row: Row, *, max_length: int = NO
     """Token ids of a demonstration, a row of `read_demonstrations`, and its loss mask: 1 for tokens that are learned.
 
     A row with prompt and response learns the response and the end-of-sequence token after it. A row with messages
-    learns what the assistant says, each time with the token that ends its turn, never the role header before nor the
-    newline after; what it says includes its calls of tools, as the template writes them. An answer is encoded behind
-    the generation prompt and never merges with it, so its tokens are those that the policy would sample there.
+    learns what the assistant says, each time with the token that ends its turn. It never learns the role header before
+    that or the newline after it. What the assistant says includes its calls of tools, as the template writes them. An
+    answer is encoded behind the generation prompt and never merges with it, so its tokens are those that the policy
+    would sample there.
 
-    Raises TooLong for a row of more than `max_length` tokens (nothing is cut), and ValueError without a chat template
-    or an end-of-sequence token, and for a template under which the text so far is not a prefix of the text with the
-    next message, that ends an answer without a special token, or that drops text of the row (see text.py).
+    Raises TooLong for a row of more than `max_length` tokens, since nothing is cut. Raises ValueError without a chat
+    template or an end-of-sequence token. It also does so for a template that ends an answer without a special token or
+    that drops text of the row (see text.py). Under the template, the text so far must be a prefix of the text with the
+    next message.
     """
     if row.get("messages") is not None:
         ids, mask = _encode_messages(tokenizer, row, max_length)

@@ -10,9 +10,10 @@ from rl.data.rows import Paths, check_columns, check_messages, check_only, check
 def read_demonstrations(files: Paths) -> Lazy[Row]:
     """Read and check demonstrations: `messages`, or `prompt` and `response`.
 
-    Returns: one dict per row, as `rl.data.rows.read_rows`, with all columns, `row_index`, `row_place` and either
-    `messages` (list of {"role", "content"}, an answer or a call of the assistant among them) or `prompt` (str or such a
-    list) and `response` (str). `tools`, if any, is a list of JSON schemas. Raises as `read_rows`.
+    Returns: one dict per row, as `rl.data.rows.read_rows`, with all columns, `row_index` and `row_place`. It has either
+    `messages`, or `prompt` and `response` (str). `messages` is a list of {"role", "content"}, with an answer or a call
+    of the assistant among them. `prompt` is a str or such a list. `tools`, if any, is a list of JSON schemas. Raises as
+    `read_rows`.
     """
     return read_files(files, check_demonstration)
 

@@ -26,8 +26,9 @@ from rl.ranks import Ranks
 def check_teacher(
     flags: Teacher, tokenizer: PreTrainedTokenizerBase, *, student: str, longest: int, top_k: int
 ) -> None:
-    """Raise ValueError if the teacher cannot score what the `student` (id or folder) samples: it has another tokenizer,
-    too few positions for `longest` tokens, its files lack weights, or its server refuses so large a `top_k`.
+    """Raise ValueError if the teacher cannot score what the `student` (id or folder) samples. That is so if it has
+    another tokenizer or too few positions for `longest` tokens, if its files lack weights, or if its server refuses so
+    large a `top_k`.
     RuntimeError if a server fails.
     """
     if flags.teacher_url is None:
@@ -63,8 +64,8 @@ def load_teacher(flags: Teacher, ranks: Ranks, memory: Memory, *, student: str, 
 def add_teacher(
     flags: Teacher, model: nn.Module, batch: Batch, updates: Sequence[Update], *, top_k: int, temperature: float
 ) -> Batch:
-    """The batch with the teacher's log-probs of its sampled tokens, `ref_logp` (B, T), and if top_k is not 0, of the
-    most likely tokens, the columns `top_ids` and `top_logp` (B, T, K); all 0 where the mask is 0.
+    """The batch with the teacher's log-probs of its sampled tokens, `ref_logp` (B, T). If top_k is not 0, the columns
+    `top_ids` and `top_logp` (B, T, K) have the most likely tokens and their log-probs. All are 0 where the mask is 0.
 
     A loaded teacher's probabilities of the tokens that it and the student both know add up to 1. top_k is K; -1: all
     these tokens, not with a server. All ranks must enter. Raises ValueError if a server refuses a request, RuntimeError

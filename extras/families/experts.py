@@ -65,10 +65,10 @@ class Experts(Family):
         return replace(self, replays=False)
 
     def begin(self, batch: Batch | None, passes: list[Pass]) -> None:
-        """Let the next pass, and what its backward pass computes again, use the experts that the engine has chosen,
-        (N, layers, k) for N tokens as the decoder gets them; a number without an expert leaves a token to the router.
-        Let it add `balance` times the sum of the rows' shares times the auxiliary loss, if there are gradients and
-        shares.
+        """Let the next pass, and what its backward pass computes again, use the experts that the engine has chosen.
+        These are (N, layers, k), for N tokens as the decoder gets them. A number without an expert leaves a token to
+        the router. Let it add `balance` times the sum of the rows' shares times the auxiliary loss, if there are
+        gradients and shares.
         """
         first, replayed, weights = passes[0], None, None
         if self.replays and (chosen := batch.columns.get("routed_experts")) is not None:

@@ -96,8 +96,8 @@ class Vision(Family):
             x.inputs["position_ids"] = positions
 
     def positions_of(self, ids: Tensor, real: Tensor) -> Tensor:
-        """Positions of token ids (b, T), of which some are `real`, one after the other: (b, T), or (3, b, T) for models
-        that count the rows and columns of an image; 0 for what is not real.
+        """Positions of token ids (b, T). Those that are `real` are numbered one after the other, and the others have 0.
+        They are (b, T), or (3, b, T) for models that count the rows and columns of an image.
         """
         plain = (real.cumsum(-1) - 1).clamp(min=0) * real
         is_image = ids >= images.FIRST

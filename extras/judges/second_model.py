@@ -19,9 +19,9 @@ def check(flag: str, path: str, tokenizer: PreTrainedTokenizerBase, *, policy: s
 def check_same_tokens(
     path: str, other: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, *, policy: str, flag: str
 ) -> None:
-    """Raise ValueError if the model in `path`, which `flag` has named, could not read what the `policy` samples: in
-    `other`, its tokenizer, tokens have other ids than in the policy's `tokenizer`, it has no weights for some, or the
-    data has images, which it may read in another way.
+    """Raise ValueError if the model in `path`, which `flag` has named, could not read what the `policy` samples. That
+    is so if tokens have other ids in its tokenizer, `other`, than in the policy's `tokenizer`, or if it has no weights
+    for some. It is also so if the data has images, which the model may read in another way.
     """
     vocabulary = tokenizer.get_vocab()
     if other.get_vocab() != vocabulary:

@@ -261,9 +261,9 @@ class Base:
 
 
 def merged(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) pairs with W + B A * alpha / r in the place of W, A and B: a sum in float32 at least, which
-    becomes bfloat16 by `rounded`, or another type of W by the nearest number. Other tensors pass. Raises RuntimeError
-    if W, A or B of a layer has not come at the end.
+    """(name, whole tensor) pairs with W + B A * alpha / r in the place of W, A and B. The sum is made in float32 at
+    least. It becomes bfloat16 by `rounded`, or another type of W by the nearest number. Other tensors pass. Raises
+    RuntimeError if W, A or B of a layer has not come at the end.
     """
     layers = {name: x for name, x in model.named_modules() if isinstance(x, ADAPTED)}
     scaling = {name.removesuffix(experts.SUFFIX): x.scaling for name, x in layers.items()}

@@ -1,7 +1,7 @@
 """How long the phases of a step take, by arithmetic: what is computed, read and sent, over how fast a card does that.
 
 Every constant here is a share of what a data sheet promises, or a time of the host, as runs of this repository have
-shown them; docs/plan.md says which runs they were fitted to, and how far off they are for others.
+shown them. docs/plan.md says which runs they were fitted to, and how far off they are for others.
 """
 
 import math

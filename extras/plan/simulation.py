@@ -76,8 +76,9 @@ def lengths(args: Args, random: np.random.Generator) -> np.ndarray:
 
 
 def simulate(args: Args, share: float, *, steps: int, seed: int = 0) -> tuple[list[Step], np.ndarray, np.ndarray]:
-    """So many steps with a share F; and of the N groups that are in flight after them, the oldest first, the lengths
-    that their responses will have, (N, G), and how many tokens each has of the longest, (N,).
+    """The given number of steps with a share F, and the N groups that are in flight after them, the oldest first. Of
+    these it returns the lengths that their responses will have, (N, G), and how many tokens of its longest response
+    each group has, (N,).
     """
     random, ahead = np.random.default_rng(seed), int(np.ceil(share * args.prompts))
     whole, have, made = np.zeros((0, args.rollout_n), int), np.zeros(0, int), []

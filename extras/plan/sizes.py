@@ -1,7 +1,7 @@
 """The sizes of a model, from its config alone: what a plan of memory or of seconds has to know of it.
 
-The model is made on torch's meta device, so nothing is loaded, no GPU is needed, and any architecture that transformers
-knows is measured as it is trained here: its decoder layers are the units that FSDP2 gathers.
+The model is made on torch's meta device, so nothing is loaded and no GPU is needed. Any architecture that transformers
+knows is measured as it is trained here, where its decoder layers are the units that FSDP2 gathers.
 """
 
 import functools

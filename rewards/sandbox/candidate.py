@@ -222,9 +222,10 @@ def serve(fd: int, problem: str) -> None:
     """Load the candidate's code, then answer calls until the test process goes.
 
     `fd` is the socket to it. First it is told why this process could not be locked up, if there is such a problem.
-    An answer is "=" and a value that is plain data, or (new objects, data of objects, kind, value, changed, printed):
-    "value" and the value; "error" or "memory", with the exception and its text; the arguments of a call, if it changed
-    them; and what was printed since the last one. All come from a process that the candidate's code controls.
+    An answer is "=" and a value that is plain data, or (new objects, data of objects, kind, value, changed, printed).
+    The kind is "value", with the value, or else "error" or "memory", with the exception and its text. `changed` has the
+    arguments of a call, if it changed them, and `printed` what was printed since the last answer. All come from a
+    process that the candidate's code controls.
     """
     test_process = open(fd, "rb")
     wire.send(test_process, problem.encode())

@@ -36,9 +36,9 @@ class Ended(Exception):
 class _State:
     """What the test process knows of an object of the candidate's.
 
-    An object has a new state when a test makes it by other arguments than before, as a class does that always gives
-    the same object, and when it is an answer although a test made it and never handed it over. Its last state is the
-    current one; the data of the others stays what it was.
+    An object has a new state when a test makes it by other arguments than before, as with a class that always gives the
+    same object. It also has one when it is an answer although a test made it and never handed it over. Its last state
+    is the current one; the data of the others stays what it was.
 
     Attributes:
         stand, made: the stand-ins for the object as an answer, and as a test made it.

@@ -106,8 +106,8 @@ def plan_update(
 
     Raises ValueError if the rows do not make up whole units.
 
-    Example of lengths [5, 4, 3, 2]: with max_tokens 5 the micro-batches are [[0], [2, 3], [1]], and those of two ranks
-    [[0], [2]] and [[1], [3]]; with max_tokens 7 and shared [0, 3, 2, 1] they are [[0, 1], [2, 3]].
+    Example of lengths [5, 4, 3, 2]: with max_tokens 5 the micro-batches are [[0], [2, 3], [1]]. On two ranks they are
+    [[0], [2]] and [[1], [3]]. With max_tokens 7 and shared [0, 3, 2, 1] they are [[0, 1], [2, 3]].
     """
     rank, size = (ranks.data_rank, ranks.data_size) if ranks else (0, 1)
     rows, n = sorted(range(len(lengths)) if rows is None else rows), rows_per_unit

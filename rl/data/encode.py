@@ -57,9 +57,9 @@ def encode_prompts(
     end. Images and the like have token ids of their own: see attachments.py.
 
     Args: max_prompt_length, in tokens; filter_overlong_prompts, whether rows over this limit are dropped; text_of, what
-    makes a text of a prompt, by default `prompt_text`. Raises ValueError without a chat template, for messages that it
-    rejects, cannot continue or drops text of (see text.py), for attachments that the model cannot read, for a prompt
-    without a token or over the limit, and if no row is left.
+    makes a text of a prompt, by default `prompt_text`. Raises ValueError without a chat template, and for messages that
+    it rejects, cannot continue or drops text of (see text.py). It also raises for attachments that the model cannot
+    read, for a prompt without a token or over the limit, and if no row is left.
     """
     overlong: list[tuple[int, str]] = []  # the number of tokens of each prompt over the limit, and its row
 

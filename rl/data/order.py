@@ -11,8 +11,8 @@ def prompts_for_step(rows: Sequence[Row], step: int, n: int, seed: int) -> list[
     """The `n` rows that training step `step` (from 0) uses: a pure function of (seed, step).
 
     An epoch is len(rows) // n steps. It shuffles the rows anew and leaves the last len(rows) % n of them out, as verl's
-    drop_last: with 10 rows and n = 4, steps 0 and 1 are epoch 0, steps 2 and 3 epoch 1. `Files.count_steps` refuses an
-    n that is more than there are rows.
+    drop_last. With 10 rows and n = 4, steps 0 and 1 are epoch 0, and steps 2 and 3 are epoch 1. `Files.count_steps`
+    refuses an n that is more than there are rows.
     """
     epoch, batch = divmod(step, len(rows) // n)
     order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(len(rows)).tolist()

@@ -39,11 +39,11 @@ def read_rows(files: Paths, *, needs_truth: bool = False, has_partner: bool = Fa
     has_partner, whether something, such as a tool, answers the policy in the middle of a response.
 
     Returns: one dict per row, which is made when it is asked for, so that changing it changes nothing in the sequence.
-    It has all columns: `prompt` (str, or list of {"role", "content"}), `data_source` (str), `reward_model` (dict with
-    "ground_truth", in the type the file has), `extra_info` (dict, {} if absent or null), `row_index`, the row's
-    position in the concatenated data, and `row_place`, its file and its number there. Columns with attachments hold
-    what attachments.py says. Raises FileNotFoundError, or ValueError for a file that is corrupt, empty, not UTF-8 or
-    lacks a column, for a bad or null value in a row, and if no row is left.
+    It has all columns, among them `prompt` (str, or list of {"role", "content"}), `data_source` (str), `reward_model`
+    (dict with "ground_truth", in the type the file has) and `extra_info` (dict, {} if absent or null). `row_index` is
+    the row's position in the concatenated data, and `row_place` is its file and its number there. Columns with
+    attachments hold what attachments.py says. Raises FileNotFoundError, or ValueError for a file that is corrupt,
+    empty, not UTF-8 or lacks a column, for a bad or null value in a row, and if no row is left.
     """
     rows = read_files(files, _check_rl_row, has_partner=has_partner)
     empty = [i for i, row in enumerate(rows) if no_ground_truth(row)] if needs_truth else []

@@ -26,8 +26,8 @@ WHOLE = (
 def read_config(path: str, *, flag: str) -> PreTrainedConfig:
     """The config of the model in `path`, a folder or an id of the Hub, which `flag` has named.
 
-    Raises ValueError naming the flag if there is no config that transformers knows, if a file of the folder has not
-    been downloaded, or if the folder holds adapters, for which transformers would load another model.
+    Raises ValueError naming the flag if there is no config that transformers knows or if a file of the folder has not
+    been downloaded. It also raises if the folder holds adapters, for which transformers would load another model.
     """
     may_be_of_the_hub = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path) and not Path(path).is_file()
     if not may_be_of_the_hub and not (path and Path(path).is_dir()):
@@ -51,7 +51,7 @@ def read_model(
 
     Args: as_in_files, whether weights keep the precision of their files, whatever the dtype in `options`. Raises
     ValueError naming the flag if the model cannot be read, or if files and model differ in the names or shapes of
-    weights: what is missing would be random, and what is left over would be dropped.
+    weights. In that case what is missing would be random, and what is left over would be dropped.
     """
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -177,8 +177,9 @@ def check_heads(model: str, size: int) -> None:
 
 
 def check_trainable(whole: PreTrainedConfig, where: str, tokens: int, flags: str = LENGTHS) -> None:
-    """Raise ValueError, which begins with `where`, if a model cannot be trained on so many tokens: its weights are
-    quantized, weights of its kind cannot be pushed to vLLM, or its rotary embeddings depend on what else is packed.
+    """Raise ValueError, which begins with `where`, if a model cannot be trained on so many tokens. That is so if its
+    weights are quantized, if weights of its kind cannot be pushed to vLLM, or if its rotary embeddings depend on what
+    else is packed.
     """
     config = whole.get_text_config()
     if config.model_type == "gpt_oss":

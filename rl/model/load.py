@@ -77,7 +77,7 @@ def load_reference(
 
 
 def exported(model: PreTrainedModel, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model as engines and files know them, from (name, whole tensor) pairs of the trainer: families
+    """The weights of a model as engines and files know them, from (name, whole tensor) pairs of the trainer. Families
     change theirs, such as to add up an adapter and its weight, and then all are `published`.
     """
     for family in model.packed.families:
@@ -117,7 +117,7 @@ def load_pretrained(
     storage that `shard` fills. All ranks must enter.
 
     Without a dtype, rank 0 leaves parameters in the precision of the files, most often bfloat16, until `shard` casts
-    those that learn to float32: the numbers are the same, and they need no memory but that of the mapped files.
+    those that learn to float32. The numbers are the same, and they need no memory except for that of the mapped files.
 
     Raises ValueError on all ranks as `read_model` or `CausalLM.check`, or if weights that the config ties differ in the
     files, so that ranks would have different models.

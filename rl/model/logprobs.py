@@ -1,10 +1,10 @@
 """Log-probabilities and entropies of sampled tokens. For every loss, packing and the shift by one are done here.
 
-`token_logprobs` strips the padding of a (b, T) batch, runs the model once over one packed row of N real tokens, applies
-the LM head in chunks to the positions that predict response tokens, and scatters the results back to (b, T). No caller
-sees a packed tensor. A prompt that neighboring rows of a micro-batch share is computed once. Models that cannot run so
-use another layout, such as padded rows. Other heads use `run_on_responses` or `run_packed`. What models other than
-dense decoders of text need besides: family.py.
+`token_logprobs` strips the padding of a (b, T) batch, and runs the model once over one packed row of N real tokens. It
+applies the LM head in chunks to the positions that predict response tokens, and scatters the results back to (b, T). No
+caller sees a packed tensor. A prompt that neighboring rows of a micro-batch share is computed once. Models that cannot
+run in this way use another layout, such as padded rows. Other heads use `run_on_responses` or `run_packed`. family.py
+has what models other than dense decoders of text need besides.
 """
 
 import functools
@@ -126,8 +126,9 @@ def run_packed(model: PreTrainedModel, batch: Batch, wanted: Tensor, head: Calla
     """`head(model, hidden, *args)` after one pass over a batch (b, T), for hidden states (R, H) of the `wanted` tokens
     (b, T) bool, row after row. FSDP2 holds the root's weights gathered for the head.
 
-    What neighboring rows have in common at their start, such as the prompt of a group, is computed once (unless the
-    model runs padded or has recurrent layers): under a causal mask its hidden states do not depend on what follows.
+    What neighboring rows have in common at their start, such as the prompt of a group, is computed once, unless the
+    model runs padded or has recurrent layers. This is right because under a causal mask its hidden states do not depend
+    on what follows.
 
     Source: Krell et al. 2021, arXiv 2107.02027, for packing.
     """
@@ -151,7 +152,8 @@ def pack(batch: Batch, model: PreTrainedModel) -> tuple[list[Pass], Tensor]:
     """A pass over a batch (b, T) in one packed row, and the place (b, T) of every token in it."""
     b, T = batch.input_ids.shape
     # Example: rows p q a and p q b c, which share p q, become the packed row p q a b c. Their tokens have the places
-    # 0 1 2 and 0 1 3 4; borders are 0 3 5, of the tokens that a row has to itself, and 0 3 7, of all it attends to.
+    # 0 1 2 and 0 1 3 4. The borders of the tokens that a row has to itself are 0 3 5. Those of all that it attends to
+    # are 0 3 7.
     row, position = (torch.arange(n, device=batch.input_ids.device) for n in (b, T))
     real = position < batch.lengths[:, None]  # (b, T)
     # Per row, the tokens that the row above has computed already; 0 if a family of the model forbids that.

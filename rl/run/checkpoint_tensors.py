@@ -4,8 +4,8 @@
 `actor/optimizer/NAME/KIND`. FSDP2 shards rows, so the file's metadata says under "shards" which ones these are:
 {name: [first row, shape of the whole tensor]}. Ranks of a later run find their own rows in whichever files have them.
 
-Saving goes on in a thread beside training. Whenever that calls torch, it lets go of Python's lock and then waits for
-the main thread to give it back, which costs both of them time; so calls are few, with many tensors in each.
+Saving goes on in a thread beside training. Whenever that thread calls torch, it lets go of Python's lock and then waits
+for the main thread to give it back. This costs both of them time, so calls are few, with many tensors in each.
 """
 
 import itertools

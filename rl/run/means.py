@@ -82,9 +82,9 @@ class Means:
             rollout_corr/weight_mean            mean of the weights that the loss is multiplied with
             rollout_corr/rollout_rs_masked_fraction           share of the tokens whose weight is 0
 
-        As verl has them (rollout_corr_helper.py), except for three things: the ratio is always that of tokens, whatever
-        --rollout-is says; the effective sample size is of r itself, verl's of r cut to the threshold; logarithms are
-        cut at +-20 before they are raised, verl's not in k3_kl and ppl_ratio.
+        These are verl's metrics (rollout_corr_helper.py), except for three things. The ratio is always that of tokens,
+        whatever --rollout-is says. The effective sample size is that of r itself, while verl first cuts r to the
+        threshold. Logarithms are cut at +-20 before they are raised, which verl does not do in k3_kl and ppl_ratio.
         """
         mask, rollout_logp = batch.response_mask, batch.rollout_logp
         self.over_tokens(mask, {"actor/ppo_kl": old_logp - logp})

@@ -62,9 +62,9 @@ def choose_checkpoint(
     """The checkpoint that a run continues from and its `trainer_state`, None and {} for a new run, and the `record_of`
     rank 0. All ranks must enter.
 
-    Raises ValueError, on every rank, if ranks have read other data than rank 0, if `find_checkpoint` refuses, if the
-    checkpoint is beyond the run's last step, if its model has another shape, or if there are `differences` and no
-    --force-resume.
+    Raises ValueError, on every rank, if ranks have read other data than rank 0, or if `find_checkpoint` refuses. It
+    also does so if the checkpoint is beyond the run's last step, if its model has another shape, or if there are
+    `differences` and no --force-resume.
     """
     records = together(lambda: record_of(args, tokenizer, folder.total_steps))  # each reads files of its own machine
     of_all = {"data_sha256": "--train-files", "tokenizer_sha256": "the tokenizer of --model"}

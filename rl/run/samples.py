@@ -16,9 +16,10 @@ MOST = 4  # responses that a step shows, all to one prompt
 def shown(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], batch: Batch | None) -> list[dict[str, Any]]:
     """The first responses to the first prompt, as JSON.
 
-    `tokens` has a list for each of these, with an entry for each token of the response: `text`; `engine_logp`, the
-    log-prob when it was sampled; and, if this rank trains on the response, `advantage`, and where the script computes
-    them `trainer_logp` (by the policy that starts the step), `reference_logp` and `value` (the critic's).
+    `tokens` has lists with an entry for each token of the response. `text` has the tokens, and `engine_logp` their
+    log-probs when they were sampled. If this rank trains on the response, there is `advantage` too. Where the script
+    computes them, there are `trainer_logp` (by the policy that starts the step), `reference_logp` and the critic's
+    `value`.
 
     A response that a partner has answered also has what the partner says, see `Outcome`, and for each token its `mask`:
     1 if it was sampled, 0 if the policy was told it.

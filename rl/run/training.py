@@ -44,9 +44,10 @@ def check(args: Any, *, scores: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of --model, if nothing is wrong that can be known before data and models are loaded.
 
     Args: args, the `TrainingArgs` of a script; scores, whether --model becomes a reward model, whose head may be new.
-    Raises ValueError, naming the flag, its value and the fix: for numbers beyond the limits of their flags, flags that
-    contradict each other, and a model that is broken, cannot be trained on sequences of the given length or in the way
-    that the flags say, or does not fit into the memory of this machine.
+    Raises ValueError, naming the flag, its value and the fix, for numbers beyond the limits of their flags and for
+    flags that contradict each other. It also raises for a model that is broken, or does not fit into the memory of this
+    machine. And it raises for one that cannot be trained on sequences of the given length, or in the way that the flags
+    say.
     """
     check_limits(args)
     for alarm in args.logging.alarms:

@@ -5,9 +5,9 @@
         responses = sampler.sample(policy, step)      G responses to each of the step's P prompts, on all ranks
     sampler.evaluate(policy)                          metrics of responses to held-out prompts
 
-A step has these phases: the engine wakes and gets the policy's weights (update_weights), it samples (gen), the
-trainer computes the log-probs of a few responses and compares them with the engine's (verify), and the scores of the
-responses are waited for (reward). Other processes score each group as soon as it is complete.
+A step has four phases here. First the engine wakes and gets the policy's weights (update_weights). Then it samples
+(gen). The trainer computes the log-probs of a few responses, and compares them with the engine's (verify). At last it
+waits for the scores of the responses (reward). Other processes score each group as soon as it is complete.
 """
 
 from collections.abc import Callable, Sequence

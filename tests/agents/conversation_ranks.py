@@ -35,8 +35,8 @@ def make_rows(tokenizer) -> list[dict]:
 
 
 def partial_conversations(engine, partner, ranks, rows) -> list[int]:
-    """How many turns the conversations of three steps have, on ranks that wait for their environments at other times;
-    then a step that is asked to stop while one rank has its groups and the other has not.
+    """How many turns the conversations of three steps have, on ranks that wait for their environments at other times.
+    After these comes a step that is asked to stop while one rank has its groups and the other has not.
     """
     rows = [row | {"extra_info": {"turns": 1 + 2 * (i % 2), "latency": 0.2 * (i % 2)}} for i, row in enumerate(rows)]
     halves = [rows[i] for half in (0, 1) for i in range(half, 10, 2)]  # the first rank's environments answer at once

@@ -128,8 +128,8 @@ def test_max_rl_matches_hand_values():
 
 
 def test_max_rl_is_the_gradient_of_the_log_of_the_chance_of_being_right():
-    """A policy of two answers, right with chance p: over all groups of n, of which some answer is right, the mean of
-    sum_i A_i d log pi / n is that of (1 / count) sum over right ones, the estimator of d log p by definition.
+    """A policy has two answers, and is right with chance p. Take all groups of n answers of which some are right. The
+    mean of sum_i A_i d log pi / n is that of (1 / count) sum over right ones, which estimates d log p by definition.
     """
     p, n = 0.3, 3
     total = {"ours": 0.0, "right ones alone": 0.0}

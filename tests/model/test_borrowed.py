@@ -284,8 +284,8 @@ LIBRARIES = ("vllm", "transformers", "torch")
 
 
 def borrowed_in(path: Path) -> set[str]:
-    """Names that a file uses and that their library does not show as its own: what begins with _ in a dotted path that
-    begins with a library's name, and what is imported from inside transformers or vLLM.
+    """Names that a file uses and that their library does not show as its own. These begin with _ in a dotted path that
+    begins with a library's name, or they are imported from inside transformers or vLLM.
     """
     names, tree = set(), ast.parse(path.read_text())
     short = {"dist": "torch.distributed", "core_model_loading": "transformers.core_model_loading"}

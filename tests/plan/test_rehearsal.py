@@ -54,9 +54,9 @@ UNIT = 1024  # bytes that stand for a GiB
 
 @pytest.fixture
 def plan(monkeypatch, world):
-    """plan(engine, **arguments): the plan for an actor and a critic of 6 GiB each beside an engine of so many, on a GPU
-    of 80, which has `others` in use besides and needs 10 for a micro-batch. Its counts are made up: this runs where
-    there is no GPU.
+    """plan(engine, **arguments) is the plan for an actor and a critic of 6 GiB each beside an engine of `engine` GiB.
+    The GPU has 80 GiB, has `others` in use besides, and needs 10 for a micro-batch. Its counts are made up, since this
+    runs where there is no GPU.
     """
 
     def weights(count):

@@ -1,7 +1,7 @@
 """Runs that are asked to stop, in every phase: real signals to real runs of the scripts.
 
-Whatever moment it was, what is left must be the state after the last completed step, bit by bit that of a run which
-nobody disturbed, and the same command must continue to the same end.
+Whatever moment it was, what is left must be the state after the last completed step. It must be that of a run which
+nobody disturbed, bit by bit, and the same command must continue to the same end.
 """
 
 import importlib

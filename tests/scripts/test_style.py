@@ -7,7 +7,9 @@ import ast
 import functools
 import importlib
 import inspect
+import io
 import re
+import tokenize
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -460,15 +462,19 @@ NEVER_RIGHT = {
 }
 
 
-def texts() -> Iterable[tuple[str, int, str]]:
-    """Every line of code and prose that people read: its file, its number, and the line."""
+def files() -> list[Path]:
+    """Every file of code and prose that people read."""
     folders = "rl extras tools examples rewards environments data benchmarks tests".split()
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     paths += [*ROOT.glob("*.py"), *ROOT.glob("*.md"), *ROOT.glob("*.toml"), *(ROOT / "docs").rglob("*.md")]
-    for path in sorted(paths):
-        if path.suffix in (".py", ".md", ".toml"):
-            for number, line in enumerate(path.read_text().splitlines(), 1):
-                yield str(path.relative_to(ROOT)), number, line
+    return sorted(path for path in paths if path.suffix in (".py", ".md", ".toml"))
+
+
+def texts() -> Iterable[tuple[str, int, str]]:
+    """Every line of these files: its file, its number, and the line."""
+    for path in files():
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            yield str(path.relative_to(ROOT)), number, line
 
 
 def phrases_in(lines: Iterable[tuple[str, int, str]]) -> list[str]:
@@ -497,3 +503,138 @@ def test_phrases_that_are_never_right_are_found():
         "a row",
     ]
     assert not phrases_in(("x.md", i, line) for i, line in enumerate(right))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sentences: none is so long that a reader has to begin again
+
+
+LONGEST = 35  # words
+ABBREVIATION = re.compile(r"(\b(al|e\.g|i\.e|eq|eqs|Eq|fig|vs|Dr|cf|etc|sec|no)|^\W*\d+|\.\.)\.$")
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a paragraph. What stands between backticks is one word, whatever is in it."""
+    found, words = [], []
+    for word in re.sub(r"`[^`]*`", "`code`", text).split():
+        words.append(word)
+        if re.search(r"[.!?][\"')\]]*$", word) and not ABBREVIATION.search(" ".join(words)):
+            found, words = [*found, " ".join(words)], []
+    return [*found, " ".join(words)]
+
+
+def too_long(paragraphs: Iterable[tuple[int, str]]) -> list[tuple[int, int, str]]:
+    """(line, words, sentence) of each sentence that has too many words. A formula is not a word, and a sign neither."""
+    lengths = [(line, len(re.findall(r"\S*\w\S*", x)), x) for line, text in paragraphs for x in sentences(text)]
+    return [found for found in lengths if found[1] > LONGEST]
+
+
+ITEM = re.compile(r"\s*([-*]|\d+\.) ")
+LISTS = re.compile(r"(Args|Fields|Raises|Returns|Sources?): ")  # of entries, with semicolons between them
+
+
+def paragraphs_of(lines: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
+    """(number of the first line, text) of each paragraph of some lines of prose, and of each item of a list. What is
+    indented is a formula, code or a table, except for the lines of an item. So is a line with a gap of three spaces.
+    """
+    found: list[tuple[int, str]] = []
+    is_open = in_item = False
+    for number, line in lines:
+        if ITEM.match(line):
+            found, is_open, in_item = [*found, (number, ITEM.sub("", line, count=1))], True, True
+        elif not line.strip() or re.search(r"\S {3}", line) or line.startswith(" ") and not (is_open and in_item):
+            is_open = in_item = False
+        elif is_open:
+            found[-1] = (found[-1][0], f"{found[-1][1]} {line.strip()}")
+        else:
+            found, is_open, in_item = [*found, (number, line.strip())], True, False
+    entries = [(number, text.split("; ") if LISTS.match(text) else [text]) for number, text in found]
+    return [(number, entry) for number, texts in entries for entry in texts]
+
+
+def prose_of_code(source: str) -> list[tuple[int, str]]:
+    """The paragraphs of comments, of docstrings, and of the texts below the fields of a class."""
+    found: list[tuple[int, str]] = []
+    block: list[tuple[int, str]] = []  # comments on lines of their own, one below the other
+    columns: list[int] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            (line, column), text = token.start, token.string.lstrip("#").removeprefix(" ")
+            is_alone = not token.line[:column].strip()
+            if block and not (is_alone and block[-1][0] == line - 1 and columns[-1] == column):
+                found, block = found + paragraphs_of(block), []
+            text = "" if re.fullmatch(r"[-=#]+.*", text) else text  # a rule
+            block, columns = [*block, (line, text)], [*columns, column if is_alone else -1]
+    found += paragraphs_of(block)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            first, *others = node.value.value.splitlines() or [""]
+            margin = " " * node.col_offset
+            lines = [first.strip(), *(line.removeprefix(margin) for line in others)]
+            found += paragraphs_of(enumerate(lines, node.lineno))
+    return found
+
+
+def prose_of_page(text: str) -> list[tuple[int, str]]:
+    """The paragraphs of a page in Markdown, without code, tables, pictures and headings."""
+    lines, is_code = [], False
+    for number, line in enumerate(text.splitlines(), 1):
+        is_code ^= line.strip().startswith("```")
+        is_prose = not is_code and not re.match(r"\s*([|#<!]|```)", line)
+        lines.append((number, re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line) if is_prose else ""))
+    return paragraphs_of(lines)
+
+
+def prose_of(path: Path) -> list[tuple[int, str]]:
+    return prose_of_code(path.read_text()) if path.suffix == ".py" else prose_of_page(path.read_text())
+
+
+def test_no_comment_or_docstring_has_a_long_sentence():
+    paths = [path for path in files() if path.suffix == ".py"]
+    assert len(paths) > 300
+    found = [f"{at(path)}:{line}: {words} words: {x}" for path in paths for line, words, x in too_long(prose_of(path))]
+    assert not found, f"split sentences of more than {LONGEST} words"
+
+
+WORDS, FEW = " ".join(["word"] * LONGEST), " ".join(["word"] * 20)
+LONG_AND_SHORT = f"""'''{WORDS} word. {WORDS}.
+
+    a formula = {WORDS} {WORDS}
+  1. {WORDS}
+     word.
+name    {WORDS} {WORDS}
+
+Args: x, {FEW}; y, {FEW}. See e.g. `{WORDS}`, eq. 7.
+'''
+
+
+class A:
+    # {WORDS}
+    # word.
+    x: int  # {WORDS}
+    # word.
+    y: int
+    '''{WORDS}
+
+    {WORDS}
+    word.
+    '''
+"""
+
+
+def test_long_sentences_are_found():
+    assert [(line, words) for line, words, _ in too_long(prose_of_code(LONG_AND_SHORT))] == [
+        (13, LONGEST + 1),
+        (1, LONGEST + 1),
+        (4, LONGEST + 1),
+        (20, LONGEST + 1),
+    ]
+    page = f"# {WORDS} word\n\n- {WORDS}\n  word\n\n```\n{WORDS} word\n```\n| {WORDS} | word |\n\n"
+    page += f"See [it]({WORDS}). {WORDS}.\n"
+    assert [(line, words) for line, words, _ in too_long(prose_of_page(page))] == [(3, LONGEST + 1)]
+
+
+if __name__ == "__main__":
+    for path in files():
+        for line, words, sentence in too_long(prose_of(path)) if path.suffix in (".py", ".md") else ():
+            print(f"{at(path)}:{line}: {words} words: {sentence}")

@@ -206,10 +206,10 @@ class Engine(base.Engine):
 def _trainer_as_it_is(model: str) -> Iterator[None]:
     """Around the start of vLLM: what it changes in this process for itself is put back for the trainer.
 
-    vLLM runs a model that it has no code for by transformers' own class, and patches that class: each new object, our
-    policy too, would look for a configuration of vLLM and be compiled by it. What vLLM itself has made stays compiled.
-    vLLM also moves compiled code to a folder that depends on all of its own settings. The trainer's layers would be
-    compiled again after each change of a flag of the engine.
+    vLLM runs a model that it has no code for by transformers' own class, and patches that class. So each new object,
+    even our policy, would look for a configuration of vLLM and be compiled by it. What vLLM itself has made stays
+    compiled. vLLM also moves compiled code to a folder that depends on all of its own settings. The trainer's layers
+    would be compiled again after each change of a flag of the engine.
     """
     folders = {name: os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     with torch.device("meta"):

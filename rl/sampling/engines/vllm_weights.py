@@ -53,11 +53,11 @@ def _missing_parts(model: torch.nn.Module, loaded: set[str], pushed: set[str]) -
 
 
 def _load_and_process(model: Any, named_tensors: NamedTensors, config: Any) -> tuple[set[str], set[str]]:
-    """Load weights that vLLM keeps in another form than files do: each layer gets its parameters back as files have
+    """Load weights that vLLM keeps in another form than files do. Each layer gets its parameters back as files have
     them, loads them, and makes of them again what it computes with, in the memory that it has.
 
-    The CPU kernels keep packed copies; quantized layers keep numbers of eight bits and scales. A tied LM head packs a
-    copy of the embedding that this reload forgets on a CPU, so it is packed again by hand; so would experts be.
+    The CPU kernels keep packed copies. Quantized layers keep numbers of eight bits and scales. A tied LM head packs a
+    copy of the embedding that this reload forgets on a CPU, so it is packed again by hand, and so would experts be.
     Returns: names that were loaded, and names of all parameters as files have them.
     """
     from vllm.config import set_current_vllm_config

@@ -1,6 +1,8 @@
-"""A hybrid of eleven layers, plain and compiled, with its delta rule as one operation and in plain torch: prints what
-differs, how many graphs torch.compile has made after each of three batches, of longer and longer sequences, and how
-many of torch's convolutions are in them. Before that, how many graphs checkpointed layers of twelve kinds get.
+"""A hybrid of eleven layers, plain and compiled, with its delta rule as one operation and in plain torch.
+
+Prints how many graphs checkpointed layers of twelve kinds get. Then it prints what differs, how many graphs
+torch.compile has made after each of three batches of longer and longer sequences, and how many of torch's convolutions
+are in them.
 """
 
 import copy

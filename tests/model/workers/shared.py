@@ -24,8 +24,8 @@ GROUPS = [(7, [9, 4, 4, 12]), (1, [3, 8, 1]), (5, [6]), (11, [0, 5, 0, 2]), (4, 
 
 
 def group_batch() -> Batch:
-    """Groups of 4, 3, 1, 4 and 2 responses: prompts of one token and more, responses that are empty, or alike, or begin
-    alike, with a gap of tool output, or without a token that counts.
+    """Groups of 4, 3, 1, 4 and 2 responses to prompts of one token and more. Responses are empty, or alike, or begin
+    alike, or have a gap of tool output, or have no token that counts.
     """
     generator = torch.Generator().manual_seed(4)
 
