@@ -29,9 +29,9 @@ from rl.flags import change
 from rl.model.logprobs import pack, sampled_positions
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
-# The first font that the reader's machine has is used. No other one is wider than the first, so texts always fit.
+# The first font that the reader's machine has is used. The others are about as wide as the first or narrower.
 SANS, MONO = "DejaVu Sans, Verdana, Arial, sans-serif", "DejaVu Sans Mono, Menlo, Consolas, monospace"
-INK, GRAY, FAINT, WHITE = "#1d232b", "#5b6572", "#e4e8ee", "#ffffff"
+INK, GRAY, WHITE = "#1d232b", "#5b6572", "#ffffff"
 BLUE, ORANGE, GREEN, PURPLE, RED, TEAL = "#1f4e8c", "#c05a00", "#2a7a3b", "#7a3e9d", "#b3261e", "#0b7285"
 BROWN = "#7a5c00"
 PALE = {BLUE: "#dbe8f8", ORANGE: "#fde5cc", GREEN: "#d9f0dd", PURPLE: "#eadcf4", RED: "#fbdcd9", TEAL: "#d2eef2"}
@@ -457,12 +457,12 @@ def schedule(*, ahead: int = 0, staleness: int | None = None) -> tuple[list[Bar]
     for second in range(END):
         if learns_until == second:
             version, learns_until = version + 1, None
-        samples = staleness is not None or learns_until is None
+        is_sampling = staleness is not None or learns_until is None
         limit = GROUPS * (version + 1) + (ahead if staleness is None else GROUPS * staleness)
-        while samples and drawn < limit:
+        while is_sampling and drawn < limit:
             lane_of[drawn] = next(lane for lane in range(limit) if lane not in lane_of.values())
             drawn += 1
-        for group, lane in list(lane_of.items()) if samples else ():
+        for group, lane in list(lane_of.items()) if is_sampling else ():
             before = sampled.get((group, version))
             sampled[group, version] = Bar(lane, before.start if before else second, second + 1, group, version)
             left[group] -= 1
