@@ -35,7 +35,7 @@ SETTINGS = dict(
 
 
 def prompts_in_order(rows: list[dict], steps: int, prompts: int, seed: int) -> list[dict[str, Any]]:
-    """The prompts of so many steps of train_grpo.py, each of `prompts` rows; the columns are what `score` gets."""
+    """The prompts of this many steps of train_grpo.py, each of `prompts` rows; the columns are what `score` gets."""
     in_order = [row for step in range(steps) for row in prompts_for_step(rows, step, prompts, seed)]
     columns = ("prompt", "data_source")
     return [{k: row[k] for k in columns} | {"truth": row["reward_model"]["ground_truth"]} for row in in_order]

@@ -74,7 +74,7 @@ class Speed:
     shortest: int = 500  # tokens; lengths are spread evenly
     longest: int = 4000
     max_tokens: int = 16384  # of a micro-batch
-    micros: int | None = None  # only so many micro-batches, the first ones
+    micros: int | None = None  # Only this many micro-batches are run, the first ones.
     lora_rank: int = 32
     checkpointing: Literal["none", "selective", "full"] = "selective"
     ways: tuple[Literal["borders", "padded", "rows", "rows without kernels", "padded without kernels"], ...] = (
@@ -128,7 +128,7 @@ def without_kernels(model: nn.Module) -> Iterator[None]:
 
 
 def random_batch(lengths: list[int], vocabulary: int) -> Batch:
-    """Sequences of a first token and so many others, all of which count."""
+    """Sequences of a first token and this many others, all of which count."""
     random = torch.Generator().manual_seed(1)
     ids = [torch.randint(3, vocabulary, (n + 1,), generator=random).tolist() for n in lengths]
     return collate([Sample(x[:1], x[1:], [1] * (len(x) - 1), [0.0] * (len(x) - 1), "stop", 0) for x in ids], pad_id=0)

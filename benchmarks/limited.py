@@ -1,4 +1,4 @@
-"""Run a program as if its GPU were smaller: what is beyond so many GiB is taken before it begins.
+"""Run a program as if its GPU were smaller: what is beyond a given number of GiB is taken before it begins.
 
     python benchmarks/limited.py 24 train_grpo.py --model models/qwen-1.5b-random ...
     torchrun --nproc_per_node 2 benchmarks/limited.py 80 benchmarks/step_time.py --shape 14B --tokenizer T

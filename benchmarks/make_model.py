@@ -54,13 +54,13 @@ class Args:
     """Which Qwen2.5; 30B-A3B is Qwen3's mixture of experts, 3B-dense as large as what a token uses of it, 4B-hybrid the
     text of Qwen3.5 with a vision tower of one small layer."""
     layers: int | None = None
-    """Only so many layers."""
+    """Only this many layers."""
     seed: int = 0
     """Seed of the weights."""
 
 
 def config_of(shape: str, layers: int | None = None, **options: Any) -> PreTrainedConfig:
-    """The config of a shape, with all of its layers or so many, and with other options."""
+    """The config of a shape, with all of its layers or this many, and with other options."""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     common = dict(vocab_size=151936, max_position_embeddings=32768, bos_token_id=None, dtype=torch.bfloat16)
     common["rope_parameters"] = {"rope_type": "default", "rope_theta": 1000000.0}

@@ -32,7 +32,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 RUNS = ROOT / "benchmarks" / "plan_runs.toml"
 SECONDS = ("step", "gen", "update", "others")
 MEMORY = ("GiB sampling", "GiB learning")
-EXAMPLE = (  # of the page: verl's published command for GSM8K, whose responses had so many tokens on average
+EXAMPLE = (  # of the page: verl's published command for GSM8K, with the mean length of its responses in tokens
     "--tensor-model-parallel-size 2 --use-kl-loss --ppo-mini-batch-size 64 --total-training-steps 870 --plan h100x4 "
     "--plan-response-length 366"
 )
@@ -115,7 +115,7 @@ KEPT: list[tempfile.TemporaryDirectory] = []
 
 @functools.cache
 def rows_file(model: str, prompt: int) -> str:
-    """A file with a prompt of so many tokens. The model gets a tokenizer that makes one token of each digit."""
+    """A file with a prompt of this many tokens. The model gets a tokenizer that makes one token of each digit."""
     arithmetic.make_tokenizer().save_pretrained(model)
     file = Path(model) / f"rows-{prompt}.jsonl"
     truth = {"style": "rule", "ground_truth": ""}

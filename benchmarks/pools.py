@@ -1,4 +1,4 @@
-"""Tokens a second of train_async.py with so many trainers and samplers, against train_grpo.py on as many GPUs.
+"""Tokens per second of train_async.py with some trainers and samplers, and of train_grpo.py on as many GPUs.
 
     python benchmarks/pools.py --shape 1.5B --tokenizer T --trainers 1 --samplers 1 --staleness 1
     python benchmarks/pools.py --shape 1.5B --tokenizer T --one-gpu          # both pools on one GPU, as under MPS

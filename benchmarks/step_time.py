@@ -62,7 +62,7 @@ class Args:
     shape: Literal["tiny"] | make_model.Shape = "1.5B"
     """Which Qwen, by benchmarks/make_model.py; tiny is for the CPU."""
     layers: int | None = None
-    """Only so many layers of it."""
+    """Only this many layers of it."""
     tokenizer: str | None = None
     """Folder or Hugging Face id of a Qwen2 tokenizer; tiny brings its own."""
     cache: Path = Path("runs/benchmark_models")

@@ -8,7 +8,7 @@ A conversation has 1 to 2 * turns - 1 turns of the policy, and a turn half to on
 Both are drawn from the numbers of the conversation, and do not depend on the model. The engine gets two stop ids, as
 most models have them, which the model hardly ever says. A turn is cut at its length, and its last token is replaced by
 the one that ends a turn. A tool, which is described to the policy and whose calls are looked for in each turn, answers
-with a number after so many seconds, whatever the turn says.
+with a number after this many seconds, whatever the turn says.
 
 Three kinds of generation are measured, each with the same number of sampled tokens for each response:
 

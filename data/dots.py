@@ -136,7 +136,7 @@ class Args:
 
 
 def draw(count: int, rng: random.Random) -> bytes:
-    """A PNG with so many dots of random colours and places, on a dark ground."""
+    """A PNG with this many dots of random colours and places, on a dark ground."""
     image = Image.new("RGB", (SIDE, SIDE), tuple(rng.randrange(60) for _ in range(3)))
     pen, cell = ImageDraw.Draw(image), SIDE // CELLS
     for where in rng.sample(range(CELLS**2), count):

@@ -60,7 +60,7 @@ def to_row(source_row: dict[str, Any], split: str, index: int) -> dict:
     if len(pictures) != problem.count("<image>"):
         raise ValueError(
             f"{split} row {index}: has {len(pictures)} image(s), and the problem {problem.count('<image>')} place(s) "
-            "<image>; mend the source"
+            "<image>; fix the source"
         )
     return {
         "data_source": "hiyouga/geometry3k",

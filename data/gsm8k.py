@@ -50,7 +50,7 @@ def final_number(answer: str, where: str) -> str:
     """The number after the last `####`, without commas; `where` names the row in the error."""
     match = re.search(r"####\s*(-?[0-9][0-9.,]*)\s*$", answer)
     if match is None:
-        raise ValueError(f"{where}: the answer {answer[-80:]!r} does not end with #### and a number; mend the source")
+        raise ValueError(f"{where}: the answer {answer[-80:]!r} does not end with #### and a number; fix the source")
     return match[1].replace(",", "")
 
 

@@ -56,11 +56,9 @@ def to_row(row: dict[str, Any], index: int) -> dict[str, Any]:
         ValueError: fields are missing, or the tests do not define what the reward needs.
     """
     if not FIELDS <= row.keys():
-        raise ValueError(f"row {index}: has {sorted(row)}, not {sorted(FIELDS)}; mend the source")
+        raise ValueError(f"row {index}: has {sorted(row)}, not {sorted(FIELDS)}; fix the source")
     if not re.search(r"^def check\(|TestCase", row["test"], re.MULTILINE):
-        raise ValueError(
-            f"row {index}, {row['task_id']}: test has no check(candidate) and no TestCase; mend the source"
-        )
+        raise ValueError(f"row {index}, {row['task_id']}: test has no check(candidate) and no TestCase; fix the source")
     prompt = row["prompt"].strip("\n")
     options = {name: True for name in ("own_eq", "in_place") if row.get(name)}
     truth = {name: row[name] for name in ("test", "entry_point", "prompt")} | options

@@ -93,7 +93,7 @@ def to_row(source_row: dict[str, Any], split: str, index: int, show_tests: bool 
     try:
         signature = stub(source_row["code"], "\n".join([setup, *tests]))
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{split} row {index}, task {source_row['task_id']}: {error}; mend the source") from error
+        raise ValueError(f"{split} row {index}, task {source_row['task_id']}: {error}; fix the source") from error
     shown = "It must satisfy these tests:\n\n```python\n" + "\n".join(tests) + "\n```\n\n" if show_tests else ""
     prompt = f"{source_row['text']} Complete this code:\n\n```python\n{signature}\n```\n\n{shown}{INSTRUCTION}"
     truth = {"test_list": tests, "test_setup_code": setup, "test_imports": list(source_row.get("test_imports") or [])}

@@ -75,7 +75,7 @@ def read_file(path: Path) -> list[dict]:
             except ValueError:
                 row = None
             if not isinstance(row, dict):
-                raise ValueError(f"{path} line {number}: not a JSON object; mend the source")
+                raise ValueError(f"{path} line {number}: not a JSON object; fix the source")
             rows.append(row)
     return rows
 

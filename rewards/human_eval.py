@@ -138,7 +138,7 @@ def _tests(ground_truth: str | dict[str, Any]) -> tuple[dict[str, Any], list[str
     if not cases:
         raise ValueError(
             f"ground truth {str(ground_truth)[:200]!r}: test defines neither check(candidate) nor a unittest.TestCase "
-            "with test methods; mend the data"
+            "with test methods; fix the data"
         )
     shown, skipped = ([pair for pair in cases if cases[pair] is skips] for skips in (False, True))
     if not shown:

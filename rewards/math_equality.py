@@ -11,7 +11,7 @@ from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
 RELATIVE_TOLERANCE = sympy.Rational(5, 10**13)  # of a decimal beside the value that it may approximate
-_DIGITS = 300  # a number that is not zero shows it within so many digits
+_DIGITS = 300  # a number that is not zero shows it within this many digits
 _POINTS = 5  # at which two expressions in variables must agree
 _ATTEMPTS = 24  # to find such points, since an expression need not be defined everywhere
 _MAX_DEGREE = 12  # of equations that are compared by their factors
@@ -122,7 +122,7 @@ def _vanishes(a: sympy.Expr, b: sympy.Expr, difference: sympy.Expr, has_decimal:
     else:
         try:
             zero = difference.evalf(15, maxn=_DIGITS, strict=True) == 0
-        except PrecisionExhausted:  # zero to so many digits
+        except PrecisionExhausted:  # zero to this many digits
             zero = True
     if zero or not has_decimal:
         return zero

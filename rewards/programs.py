@@ -10,7 +10,7 @@ from rewards.mbpp import extract_code
 from rewards.sandbox import run_tests, self_test
 
 self_test()  # at import: a machine that cannot run code safely stops a run before it starts
-MAX_TESTS = 10  # the first so many of a problem count
+MAX_TESTS = 10  # Only this many tests of a problem count, the first ones.
 TIMEOUT_S = 2.0  # CPU seconds for each
 TOTAL_S = 20.0  # for all of them; with what they may sleep, it stays below --reward-timeout by the clock
 

@@ -31,7 +31,7 @@ class Limit(NamedTuple):
 
 
 class Needs:
-    """Another flag, one of `names`, without which this one says nothing."""
+    """The flags `names`. Unless one of them is set, this flag has no effect."""
 
     def __init__(self, *names: str):
         self.names = names
@@ -57,7 +57,7 @@ Count = Annotated[int, Limit("at least 0", lambda x: x >= 0)]
 Few = Annotated[int, Limit("at least 1 and at most 65536", lambda x: 1 <= x <= 65536)]  # of what takes memory or time
 FewOr0 = Annotated[int, Limit("at least 0 and at most 65536", lambda x: 0 <= x <= 65536)]
 Processes = Annotated[int, Limit("at least 1 and at most 1024", lambda x: 1 <= x <= 1024)]  # of one machine
-Every = Annotated[int, Limit("at least -1", lambda x: x >= -1)]  # so many steps; what 0 and -1 say differs
+Every = Annotated[int, Limit("at least -1", lambda x: x >= -1)]  # a number of steps; flags differ in what 0 and -1 mean
 Share = Annotated[float, Limit("within 0 and 1", lambda x: 0 <= x <= 1)]
 PositiveShare = Annotated[float, Limit("positive and at most 1", lambda x: 0 < x <= 1)]
 Temperature = Annotated[float, Limit("within 0.01 and 100", lambda x: 0.01 <= x <= 100)]  # vLLM has no lower one
@@ -70,7 +70,7 @@ Port = Annotated[int, Limit("within 1 and 65535", lambda x: 1 <= x <= 65535)]
 def build(cls: type[T], **values: Any) -> T:
     """Args from flags by name, wherever they stand: `build(Args, lr=1e-5, lora_rank=8)`; others have their defaults.
 
-    Raises TypeError for a flag that there is not.
+    Raises TypeError for a flag that does not exist.
     """
     return change(cls(), **values)
 
@@ -119,7 +119,7 @@ def check_limits(args: Any) -> None:
         for needs in (note.names for note in _notes(hint) if isinstance(note, Needs) and setting != defaults[name]):
             if all(values[other] in (None, False, 0, (), "none") for other in needs):
                 others = " or ".join(map(spelled, needs))
-                raise ValueError(f"{spelled(name)} {setting} says nothing without {others}; add that, or leave it out")
+                raise ValueError(f"{spelled(name)} {setting} has no effect without {others}; add that, or leave it out")
     # The two ends of a range are named alike: x_lower_bound and x_upper_bound, x_lb and x_ub, or x_lower and x.
     for low in values:
         high = low.replace("_lower_bound", "_upper_bound").replace("_lb", "_ub").removesuffix("_lower")

@@ -13,14 +13,14 @@ from rl.ranks import Ranks
 
 
 def ranks_without_group(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> Ranks:
-    """One of so many ranks, for functions that only ask which one they run on."""
+    """One of this many ranks, for functions that only ask which one they run on."""
     return Ranks(rank, size, torch.device("cpu"), dtype, rank, size, None, None)
 
 
 def plan_micro_batches(
     lengths: Sequence[int], rows: Sequence[int] | None = None, *, world_size: int, **options: Any
 ) -> list[list[list[int]]]:
-    """The micro-batches that `plan_update` gives each of so many ranks."""
+    """The micro-batches that `plan_update` gives each of this many ranks."""
     every = [ranks_without_group(rank, world_size) for rank in range(world_size)]
     return [plan_update(lengths, rows, ranks=ranks, **options).micro_batches for ranks in every]
 
@@ -68,7 +68,7 @@ def scored(
 
 
 def response(prompt: int = 1, length: int = 1, **changes: Any) -> Sample:
-    """A response of so many tokens to a prompt of so many, on a rank that has no tokens of it."""
+    """A response of this many tokens to a prompt of this many, on a rank that has no tokens of it."""
     facts = dict(
         prompt_ids=np.ones(prompt, np.int32),
         response_ids=None,

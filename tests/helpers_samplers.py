@@ -14,7 +14,7 @@ from extras.samplers.pool import SamplerPool
 
 
 def ends_soon(seconds, fault):
-    """From now on a sampler ends when it has had no connection for so long, after what `fault` does."""
+    """From now on a sampler ends when it has had no connection for this long, after what `fault` does."""
     connection.GONE_S = seconds
     if fault is not None:
         fault()

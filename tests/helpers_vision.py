@@ -40,7 +40,7 @@ def save_lively(folder: Path, family: str) -> str:
 
 
 def write_rows(folder: Path, count: int) -> Path:
-    """train.parquet with so many images and then one row without."""
+    """train.parquet with this many images and then one row without."""
     rng = random.Random(0)
     rows = [dots.rl_row("train", i, rng) for i in range(count)]
     plain = dots.rl_row("train", count, rng) | {"images": None, "prompt": [{"role": "user", "content": "1+2=?"}]}

@@ -180,7 +180,7 @@ class Forked(NamedTuple):
 def fork(
     script: str, settings: dict[str, Any], log: Path, *, fault: Callable[[], object] | None = None, ranks: int = 1
 ) -> Forked:
-    """Start main of a script on so many ranks, without torchrun. Each calls `fault`, a picklable function, before."""
+    """Start main of a script on this many ranks, without torchrun. Each calls `fault`, a picklable function, before."""
     return _fork(ranks, log, environment(PYTHONPATH=PATHS), _main, script, settings, fault)
 
 

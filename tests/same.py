@@ -49,7 +49,7 @@ class Environment:
 
 
 class Command(NamedTuple):
-    """A script with its flags, on so many ranks."""
+    """A script with its flags, on this many ranks."""
 
     script: str
     settings: dict[str, Any]
@@ -353,7 +353,7 @@ def main() -> int:
     parser.add_argument("old", help="a commit")
     parser.add_argument("new", help="a commit, or . for the working tree")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="only these runs")
-    parser.add_argument("--jobs", type=int, default=2, help="so many commands at a time")
+    parser.add_argument("--jobs", type=int, default=2, help="run this many commands at a time")
     parser.add_argument("--keep", action="store_true", help="leave the worktrees, the runs and their logs")
     args = parser.parse_args()
     commits, begin = {"old": commit_of(args.old), "new": commit_of(args.new)}, time.monotonic()

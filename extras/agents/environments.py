@@ -129,7 +129,7 @@ class Environments:
         self._send(key, "step", Reply(text, numbered, turn))
 
     def answers(self, wait_s: float) -> list[Answer]:
-        """The answers that have come; waits for the first one for so many seconds at most."""
+        """The answers that have come; waits for the first one for this many seconds at most."""
         answers, self.at_once = self.at_once, []
         for ready, _ in self.selector.select(0.0 if answers else wait_s):
             answers += self._receive(ready.data)

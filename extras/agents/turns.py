@@ -20,7 +20,7 @@ def turn_returns(rewards: Tensor) -> Tensor:
     Example: rewards [[[1, 0], [0, 3]]] -> [[1, 3], [0, 3]], of which `rloo` makes [[-2, 2], [-3, 3]].
 
     Args: rewards (P, G, K), of K turns, NaN where a response has no such turn, and everywhere if it is not scored.
-    Returns: (P * K, G), NaN likewise: turns 1 to K of the first prompt, then those of the second, ...
+    Returns: (P * K, G), with turns 1 to K of the first prompt, then those of the second, and so on. NaN stays NaN.
     Source: Group Turn Policy Optimization, arXiv 2511.14846, here without discount. MT-GRPO, arXiv 2505.11821, compares
     the rewards r_ik of each turn with those of the group, and adds up the results from turn k on.
     """

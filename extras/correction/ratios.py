@@ -4,7 +4,7 @@ B sequences, T tokens. There are three ratios, with x_t = old_logp_t - rollout_l
 
     token      exp(x_t)            of this token
     sequence   exp(sum_t x_t)      of the whole response, the same on all its tokens
-    geometric  exp(sum_t x_t / L)  the mean of its tokens, likewise
+    geometric  exp(sum_t x_t / L)  the mean of its tokens, for each of them
 
 Every weight and mask multiplies the policy loss of a token; the denominators of the loss stay as they are. Every
 function is pure, keeps the floating dtype that it is given, and asserts the shapes that it expects. A mask is 1 on

@@ -191,7 +191,7 @@ def _encode_messages(tokenizer: Tokenizer, row: Row, limit: int) -> tuple[list[i
     ids, mask, done = [], [], ""  # done: the text that `ids` encodes
 
     def text(count: int, *, generation: bool = False, checked: bool = False) -> str:
-        """Of the first so many messages."""
+        """The text of the first `count` messages."""
         return write(
             tokenizer,
             row,

@@ -55,7 +55,7 @@ class RowImages(Attachments):
         """
         if (count := ids.count(self.images.token_id)) != len(self.numbers):
             problem = f"has {len(self.numbers)} image(s), and its messages {count} place(s) for them"
-            fix = f"write {PLACE} for each image, in their order, or mend the column images"
+            fix = f"write {PLACE} for each image, in their order, or fix the column images"
             raise ValueError(f"{self.where}: {problem}; {fix}")
         numbers, pairs = iter(self.numbers), []
         for token, is_learned in zip(ids, mask or [0] * len(ids), strict=True):

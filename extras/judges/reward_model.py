@@ -87,7 +87,7 @@ class RewardModel:
         self.use(model, ranks, max_tokens)
 
     def use(self, model: nn.Module, ranks: Ranks, max_tokens: int) -> None:
-        """Score with a model that is loaded, in passes of at most so many tokens per GPU."""
+        """Score with a model that is loaded, in passes of at most this many tokens per GPU."""
         self.model, self.ranks, self.max_tokens = model, ranks, max_tokens
 
     def judge(self, rows: Sequence[Row], samples: Sequence[Sample], scores: Sequence[Score]) -> list[Score]:

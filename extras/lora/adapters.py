@@ -187,7 +187,7 @@ def check_model(lora: LoRA, path: str, model_class: Any = None, *, flag: str) ->
     default that of a policy.
     """
     if not lora.freeze_vision_tower and not images.in_use():
-        raise ValueError("--no-freeze-vision-tower says nothing without images in the data; leave it out")
+        raise ValueError("--no-freeze-vision-tower has no effect without images in the data; leave it out")
     if lora.lora_rank == 0:
         return
     with torch.device("meta"):

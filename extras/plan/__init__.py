@@ -111,7 +111,7 @@ def settle(args: Any, of_ranks: Sequence[Any], then: dict[str, Any] | None = Non
 
 
 def compiling_pays(args: Any, steps: int, ranks: int) -> bool:
-    """Whether a run of so many steps on so many GPUs is likely to take less time with `--compile`: a pure function."""
+    """Whether a run of this many steps on this many GPUs is likely to take less time with `--compile`."""
     from extras.plan import compiling
 
     return compiling.compiling_pays(args, steps, ranks)

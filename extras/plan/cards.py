@@ -78,8 +78,8 @@ class Machine(NamedTuple):
 
 
 def named(text: str, host_gib: float | None = None) -> Machine:
-    """A machine by its name: KIND, KINDxCOUNT, KIND-40gbxCOUNT for a card with so much memory, or 24gbxCOUNT for a card
-    about which nothing else is known. "here" is this machine.
+    """A machine by its name: KIND, KINDxCOUNT, KIND-40gbxCOUNT for a card with this much memory, or 24gbxCOUNT for a
+    card about which nothing else is known. "here" is this machine.
 
     Args: host_gib, of memory in one host; by default that of a usual machine with such cards. Raises ValueError for a
     name that says nothing.

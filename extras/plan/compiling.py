@@ -17,7 +17,7 @@ SAVED_PER_PASS = 3e-3  # in each layer: Python's time for single operations, abo
 
 
 def seconds_saved(args: Any, steps: int, ranks: int) -> float:
-    """What compiled code saves in a run of so many steps, in seconds:
+    """What compiled code saves in a run of this many steps, in seconds:
 
         steps * layers * (tokens * hidden size * SAVED_PER_TOKEN + micro-batches * SAVED_PER_PASS)
 

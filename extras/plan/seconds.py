@@ -69,7 +69,7 @@ class Lengths(NamedTuple):
     limit: int  # of a response
 
     def open(self, at: np.ndarray) -> np.ndarray:
-        """Share of responses that have more than so many tokens."""
+        """Share of responses that have more than this many tokens."""
         return np.where(at < self.limit, np.exp(-at / self.uncut), 0.0)
 
     @property
@@ -111,7 +111,7 @@ def generate_s(engine: Engine, card: Card, lengths: Lengths, n: int, *, slots: i
 
 
 def prefill_s(engine: Engine, card: Card, tokens: float) -> float:
-    """Seconds in which an engine reads so many tokens."""
+    """Seconds in which an engine reads this many tokens."""
     return 2 * engine.sizes.active * tokens / (PRODUCTS * card.tflops * 1e12 * engine.shared_by)
 
 

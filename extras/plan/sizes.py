@@ -95,11 +95,11 @@ class Sizes:
         return tuple(entries)
 
     def cached(self, length: float) -> float:
-        """Entries of keys and values that an engine keeps of a sequence of so many tokens."""
+        """Entries of keys and values that an engine keeps of a sequence of this many tokens."""
         return sum(x.cache * min(length, x.window) for x in self.layers)
 
     def attended(self, tokens: float, squares: float) -> float:
-        """Width of attention times the squared lengths of sequences with so many tokens; a window makes it less."""
+        """Width of attention times the squared lengths of sequences with this many tokens; a window makes it less."""
         return sum(x.attention * min(squares, 2 * x.window * tokens) for x in self.layers if x.cache)
 
 

@@ -101,7 +101,7 @@ def in_pools_s(run: Setting, work: Work, trained: float) -> tuple[float, float]:
 
 
 def simulated(run: Setting, work: Work, in_flight: int) -> simulation.Args:
-    """A simulation of steps whose engines have so many responses in flight. A decoding step takes as long as that of
+    """A simulation of steps whose engines have this many responses in flight. A decoding step takes as long as that of
     seconds.py with one response and with all of them, and for numbers in between a straight line.
     """
     lengths = work.lengths

@@ -49,7 +49,7 @@ def load_of(args: Any, hardware: Hardware) -> Load:
 
 
 def engine_of(v: dict[str, Any], policy: Sizes, length: int) -> Engine:
-    """An engine that samples from the policy, from flags by name, for sequences of so many tokens."""
+    """An engine that samples from the policy, from flags by name, for sequences of this many tokens."""
     return Engine(
         sizes=policy,
         length=length,

@@ -30,7 +30,7 @@ class Work(NamedTuple):
     prompts: int  # that are answered; 0 if nothing is sampled
     answers: int  # to each of them
     rows: int  # sequences that are learned from
-    same_prompt: int  # of these, so many have the same prompt, which is computed once
+    same_prompt: int  # of these, this many have the same prompt, which is computed once
     lengths: Lengths
     phases: tuple[Phase, ...]
     assumed: tuple[str, ...]  # in sentences

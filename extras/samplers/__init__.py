@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from rl.flags import FewOr0, Free, Limit, Needs
 
-SILENT_S = 5.0  # a sampler that has said nothing for so long gets no prompt, and nobody waits for its probe
+SILENT_S = 5.0  # a sampler that has said nothing for this long gets no prompt, and nobody waits for its probe
 WHERE = "an address such as tcp://127.0.0.1:* for any port, or tcp://0.0.0.0:5555"
 IS_ADDRESS = re.compile(r"ipc://.|tcp://.+:(\*|[0-5]?\d{1,4}|6[0-4]\d{3}|65[0-4]\d\d)\Z").match
 Address = Annotated[str, Limit(WHERE, IS_ADDRESS, str)]

@@ -9,8 +9,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from extras.samplers import protocol
 
-GONE_S = 5.0  # the run's process has ended if its connection was lost for so long
-SILENT_S = 600.0  # nor is there a run if it says nothing for so long: its machine may have lost power
+GONE_S = 5.0  # the run's process has ended if its connection was lost for this long
+SILENT_S = 600.0  # nor is there a run if it says nothing for this long, since its machine may have lost power
 REFUSALS = 3  # connections that end before a word is said
 
 
@@ -48,7 +48,7 @@ class Connection:
         self.context.destroy(linger=2000)
 
     def receive(self, wait_s: float) -> list[protocol.Setup | protocol.Orders]:
-        """What has come, waiting so long for the first message."""
+        """What has come, waiting this long for the first message."""
         messages = []
         while self.socket.poll(0 if messages else 1000 * wait_s):
             message = self.reader.decode(self.socket.recv())

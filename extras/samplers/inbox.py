@@ -9,7 +9,7 @@ from torch import Tensor
 from extras.samplers.weight_files import read_weights
 from extras.samplers.weight_network import Receiving
 
-UNREADABLE_S = 20.0  # a sampler that cannot read weights for so long does not share a folder with the run
+UNREADABLE_S = 20.0  # a sampler that cannot read weights for this long does not share a folder with the run
 
 
 class Inbox:

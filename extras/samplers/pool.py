@@ -197,7 +197,7 @@ class SamplerPool:
 
         trainer/idle_ratio                  w / t
         rollouter/idle_ratio                1 - b / n: samplers had no prompt that --max-staleness allows, or no weights
-        samplers/balanced_count             b / (t - w): with so many samplers, all trainers and samplers would be busy,
+        samplers/balanced_count             b / (t - w): with this many samplers, all trainers and samplers are busy,
                                             if many samplers sample as many times as fast as one
         """
         if not self.ranks.is_main:

@@ -104,7 +104,7 @@ class WeightWriter:
 
 
 def shared_memory(size: int) -> Any:
-    """A file in memory, without a name, that has taken so many bytes if there is room for them."""
+    """A file in memory, without a name, that has taken this many bytes if there is room for them."""
     file = open(os.memfd_create("weights"), "wb")
     if size:
         with contextlib.suppress(OSError):

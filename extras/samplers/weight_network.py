@@ -171,7 +171,7 @@ class Receiving(Transfer):
 
 class Outbox:
     """The run's transfers. Args: transfer, "gloo" or "nccl"; address, at which the run listens; device, of rank 0;
-    patience_s, after so many seconds without progress a transfer has failed.
+    patience_s, seconds without progress after which a transfer has failed.
 
     Raises ValueError, naming the flag, if this machine has no GPU, or samplers do not come by TCP.
     """

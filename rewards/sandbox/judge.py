@@ -309,7 +309,7 @@ def _parse(source: str, what: str) -> tuple[ast.Module, set[str], set[str]]:
             tree = ast.parse(source)
             tables = [symtable.symtable(source, what, "exec")]
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{what} is not Python: {error}: {source[:200]!r}; mend the data") from error
+        raise ValueError(f"{what} is not Python: {error}: {source[:200]!r}; fix the data") from error
     read, bound = set(), set()
     for table in tables:  # of each scope; grows
         tables += table.get_children()
@@ -418,7 +418,7 @@ def _program(tests: tuple[str, ...], setup: str) -> dict[str, Any]:
     in_setup = _asserts([setup_tree])  # as in HumanEval's check(candidate)
     for i, tree in enumerate(trees):
         if not in_setup and not _asserts([tree]):
-            raise ValueError(f"test {i} has no assert statement: {tests[i][:200]!r}; mend the data")
+            raise ValueError(f"test {i} has no assert statement: {tests[i][:200]!r}; fix the data")
     free = set().union(*(read for _, read, _ in parsed)) - setup_bound
     nodes = [node for tree in (setup_tree, *trees) for node in ast.walk(tree)]
     bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
@@ -430,7 +430,7 @@ def _program(tests: tuple[str, ...], setup: str) -> dict[str, Any]:
     if not names:
         names = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
         if len(names) != 1:
-            raise ValueError(f"the tests name no function of the candidate's: {tests[0][:200]!r}; mend the data")
+            raise ValueError(f"the tests name no function of the candidate's: {tests[0][:200]!r}; fix the data")
     return {
         "setup": _compile(setup_tree, "setup"),
         "tests": [_compile(tree, f"test {i}") for i, tree in enumerate(trees)],
@@ -634,7 +634,7 @@ def _attend(job: dict[str, Any], memory_mb: int, spent: _Spent, outcomes: list[t
             if kind == "broken":
                 raise _Unavailable(why)
             if kind == "bad":
-                raise ValueError(f"{why}; mend the data")
+                raise ValueError(f"{why}; fix the data")
             if kind == "gone":
                 raise pair.gone(why)
             if loaded:
@@ -710,7 +710,7 @@ def run_tests(
         SandboxUnavailable: a layer of protection is missing; see `self_test`.
     """
     if not tests:
-        raise ValueError("tests is empty: there is nothing to judge the code by; mend the data")
+        raise ValueError("tests is empty: there is nothing to judge the code by; fix the data")
     total_s = WALL_FACTOR * timeout_s if total_s is None else total_s
     if timeout_s <= 0 or total_s < timeout_s or memory_mb < 64:
         raise ValueError(

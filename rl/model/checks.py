@@ -177,7 +177,7 @@ def check_heads(model: str, size: int) -> None:
 
 
 def check_trainable(whole: PreTrainedConfig, where: str, tokens: int, flags: str = LENGTHS) -> None:
-    """Raise ValueError, which begins with `where`, if a model cannot be trained on so many tokens. That is so if its
+    """Raise ValueError, which begins with `where`, if a model cannot be trained on this many tokens. That is so if its
     weights are quantized, if weights of its kind cannot be pushed to vLLM, or if its rotary embeddings depend on what
     else is packed.
     """

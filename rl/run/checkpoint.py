@@ -146,7 +146,7 @@ class Saver:
         self.writer.shutdown()
         if self.failures:
             raise RuntimeError(
-                f"the last checkpoint could not be written to {self.folder.root}, for the reason above; mend that, "
+                f"the last checkpoint could not be written to {self.folder.root}, for the reason above; fix that, "
                 "then run the same command again to continue from the newest one"
             )
 

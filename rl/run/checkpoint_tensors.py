@@ -126,7 +126,7 @@ def write(folder: pathlib.Path, rank: int, tensors: dict[str, torch.Tensor], pla
 
 
 def read(folder: pathlib.Path, ranks: int) -> dict[str, Saved]:
-    """The tensors in the files that so many ranks have written to a folder; other files do not count.
+    """The tensors in the files that this many ranks have written to a folder; other files do not count.
 
     Raises ValueError if a file is damaged or anything is missing.
     """

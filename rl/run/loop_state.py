@@ -53,7 +53,7 @@ def write(folder: pathlib.Path, rank: int, state: LoopState) -> None:
 
 
 def read(folder: pathlib.Path, ranks: int) -> list[dict[str, Any]]:
-    """The states of so many ranks, in their order. Raises ValueError if one is missing or damaged."""
+    """The states of this many ranks, in their order. Raises ValueError if one is missing or damaged."""
     states = []
     for file in (folder / f"rank_{rank}.json" for rank in range(ranks)):
         if not file.is_file():

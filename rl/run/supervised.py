@@ -10,7 +10,7 @@ from rl.run.command_line import parse as parse  # scripts have it from here
 from rl.run.run_folder import Checkpoints
 from rl.run.tracking import LoggingSupervised
 from rl.run.training import TrainingArgs
-from rl.run.training import check as check  # likewise
+from rl.run.training import check as check  # and this too
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from rl.sampling.engines.base import Engine
 
 Key = tuple[Hashable, int]  # of a response: the name of its group, and its number in the group
 
-STOP_EVERY = 16  # ranks that share an engine ask each other after so many decoding steps whether to stop
+STOP_EVERY = 16  # ranks that share an engine ask each other after this many decoding steps whether to stop
 IDLE_WAIT_S = 0.05  # how long to wait for the partner when the engine has nothing to sample
 
 
@@ -112,7 +112,7 @@ class Partner(Protocol):
 
     def answers(self, wait_s: float) -> list[tuple[Trajectory, list[int] | None]]:
         """The responses that go on or end now, each with the ids that are appended, or with None if it has ended. Waits
-        for the first of them for so many seconds at most.
+        for the first of them for this many seconds at most.
         """
 
     def end(self, x: Trajectory) -> Outcome:

@@ -30,7 +30,7 @@ from rl.scoring.flags import BY_DATA_SOURCE, Scoring, parse_functions
 from rl.scoring.process import Worker
 from rl.scoring.trial import FAILED, try_functions
 
-RECHECK_EVERY = 100  # one task in so many is scored twice, to find rewards that are not functions of their input
+RECHECK_EVERY = 100  # one task in this many is scored twice, to find rewards that are not functions of their input
 
 
 class Judge(Protocol):
@@ -187,5 +187,5 @@ def raise_if_failing(responses: Sequence[Sample], limit: float) -> None:
     if failed > limit * len(responses):
         raise RuntimeError(
             f"{failed} of {len(responses)} responses could not be scored, more than --reward-max-error-frac {limit}; "
-            "the first failure is printed above with its row. Mend the reward function, or raise the limit"
+            "the first failure is printed above with its row. Fix the reward function, or raise the limit"
         )

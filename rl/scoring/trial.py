@@ -41,7 +41,7 @@ def try_functions(scorer: Any, rows: Iterable[Row], partner: Any = None) -> tupl
             if score.status in FAILED:
                 raise ValueError(
                     f"--custom-reward-function fails on the {which} of data source {source!r} with the response "
-                    f"{score.text[-100:]!r} ({score.status}; the traceback is above); mend the function or the data"
+                    f"{score.text[-100:]!r} ({score.status}; the traceback is above); fix the function or the data"
                 )
         line = f"without a ground truth, an empty response scores {_show(empty)}"
         if texts:

@@ -228,7 +228,7 @@ def test_plan_does_not_waste_micro_batches():
 
 
 def plans(lengths, size, *, mini_batch_size, **options):
-    """The updates of each of so many ranks."""
+    """The updates of each of this many ranks."""
     rows = range(len(lengths))
     minis = [rows[start : start + mini_batch_size] for start in rows[::mini_batch_size]]
     every = [ranks_without_group(rank, size) for rank in range(size)]

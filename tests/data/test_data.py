@@ -344,7 +344,7 @@ def test_the_context_is_checked_under_whatever_name_a_config_has_for_it():
 
 
 def permutation(n, *, seed, epoch):
-    """The order of so many rows in an epoch."""
+    """The order of this many rows in an epoch."""
     return prompts_for_step(range(n), epoch, n, seed)
 
 

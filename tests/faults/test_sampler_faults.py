@@ -57,7 +57,7 @@ def expected(task, steps):
 
 
 def slow(seconds, file=None):
-    """From now on each decoding step takes so long; batches are noted in the file."""
+    """From now on each decoding step takes this long; batches are noted in the file."""
     step = hf.Engine.step
 
     def slowly(engine):
@@ -68,7 +68,7 @@ def slow(seconds, file=None):
 
 
 def note_slowly(file, seconds):
-    """From now on batches are noted, and a step of training takes so long."""
+    """From now on batches are noted, and a step of training takes this long."""
     note_batches(file)
     write = WeightWriter.write
 
@@ -247,7 +247,7 @@ class Rogue:
 
 
 def stalls_after(size, port):
-    """The address of a proxy that hands so many bytes on to the port, and then none, on an open connection."""
+    """The address of a proxy that hands this many bytes on to the port, and then none, on an open connection."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve():
@@ -383,7 +383,7 @@ def test_a_sampler_that_skips_a_push_is_found_within_the_step(pools, task, stale
 
 
 def lose_messages(share, seed):
-    """From now on so many messages are lost in each direction; what makes them good does not wait for long."""
+    """From now on this many messages are lost in each direction; what makes them good does not wait for long."""
     chance = random.Random(seed)
 
     def losing(send):

@@ -383,8 +383,8 @@ def test_bad_flags_are_refused_before_weights_are_read(world, tmp_path):
     with pytest.raises(ValueError, match=f"--target-modules no: no linear layer of --model {tmp_path}"):
         load_with_adapters(str(tmp_path), world, target_modules=("no",))  # there are no weights
     for changes, words in (
-        (dict(lora_alpha=16), "--lora-alpha 16 says nothing without --lora-rank"),
-        (dict(target_modules=("q_proj",)), r"--target-modules \('q_proj',\) says nothing without"),
+        (dict(lora_alpha=16), "--lora-alpha 16 has no effect without --lora-rank"),
+        (dict(target_modules=("q_proj",)), r"--target-modules \('q_proj',\) has no effect without"),
     ):
         with pytest.raises(ValueError, match=words):
             check(build(train_grpo.Args, lora_rank=0, **changes))

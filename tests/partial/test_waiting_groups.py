@@ -26,7 +26,7 @@ def comparable():
 
 @pytest.fixture(scope="module")
 def train(task, tmp_path_factory):
-    """train(name, steps, ranks) continues the run of that name up to so many steps, on so many ranks."""
+    """train(name, steps, ranks) continues the run of that name up to this many steps, on this many ranks."""
     folder = tmp_path_factory.mktemp("runs")
 
     def run(name, steps, ranks):

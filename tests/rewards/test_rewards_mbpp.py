@@ -280,7 +280,7 @@ def test_stub_of_a_class_keeps_its_constructor_only():
     "row, message",
     [
         (source_row(code="def g(): pass"), "train row 3, task 700: the tests use nothing that the code defines"),
-        (source_row(code="def f("), "train row 3, task 700: .*mend the source"),
+        (source_row(code="def f("), "train row 3, task 700: .*fix the source"),
         ({"text": "Add."}, r"train row 3: has \['text'\], not \['code'"),
     ],
 )

@@ -183,7 +183,7 @@ def test_every_number_of_a_script_has_its_limit_or_may_be_any(name):
             try:
                 flags.check_limits(args)
             except ValueError as error:  # beyond another flag, or without one, and not beyond its own limit
-                of_another = flag.startswith(("rollout_", "accuracy_")) or "says nothing without" in str(error)
+                of_another = flag.startswith(("rollout_", "accuracy_")) or "has no effect without" in str(error)
                 assert " must be " not in str(error) and of_another, error
 
 
@@ -218,18 +218,18 @@ ON["val_temperature"] = 1.0
 def test_a_flag_of_a_capability_says_nothing_without_it(capability):
     others, values = CAPABILITIES[capability]
     for flag, value in values.items():
-        words = f"--{flag.replace('_', '-')} {value} says nothing without {others}; add that, or leave it out"
+        words = f"--{flag.replace('_', '-')} {value} has no effect without {others}; add that, or leave it out"
         with pytest.raises(ValueError, match=re.escape(words)):
             flags.check_limits(build(train_grpo.Args, **{flag: value}))
         flags.check_limits(build(train_grpo.Args, **{flag: value, capability: ON[capability]}))
         flags.check_limits(build(train_grpo.Args, **{flag: flags.flat(train_grpo.Args())[flag]}))
     flags.check_limits(build(train_grpo.Args, max_turns=3, tools=("a.py",)))  # any of several does
     flags.check_limits(build(train_async.Args, rollout_is_threshold=3.0))  # there a default switches it on
-    with pytest.raises(ValueError, match="--rollout-is-threshold 3.0 says nothing without --rollout-is;"):
+    with pytest.raises(ValueError, match="--rollout-is-threshold 3.0 has no effect without --rollout-is;"):
         flags.check_limits(build(train_async.Args, rollout_is_threshold=3.0, rollout_is="none"))
-    with pytest.raises(ValueError, match="--teacher-timeout 5.0 says nothing without --teacher-url;"):
+    with pytest.raises(ValueError, match="--teacher-timeout 5.0 has no effect without --teacher-url;"):
         flags.check_limits(build(train_distill.Args, teacher_timeout=5.0))
-    with pytest.raises(ValueError, match=re.escape("--sampler-devices ('0',) says nothing without --samplers;")):
+    with pytest.raises(ValueError, match=re.escape("--sampler-devices ('0',) has no effect without --samplers;")):
         flags.check_limits(build(train_async.Args, sampler_devices=("0",), samplers=0))
 
 
@@ -245,7 +245,7 @@ def test_an_address_is_one(address):
 
 
 def test_a_vision_tower_learns_only_if_there_are_images():
-    with pytest.raises(ValueError, match="--no-freeze-vision-tower says nothing without images in the data"):
+    with pytest.raises(ValueError, match="--no-freeze-vision-tower has no effect without images in the data"):
         LoRA(freeze_vision_tower=False).check_model("a model that is not even looked for")
     LoRA().check_model("a model that is not even looked for")
     assert not LoRA().keeps_weights

@@ -103,7 +103,7 @@ def ask_at(owner, name, n):
 
 
 def slow_tokens(seconds=3.0):
-    """From now on each token takes so long: a response of 12 lasts longer than a run may take to leave."""
+    """From now on each token takes this long: a response of 12 lasts longer than a run may take to leave."""
 
     def slow(*arguments, original=hf.processed_logprobs):
         time.sleep(seconds)

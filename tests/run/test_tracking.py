@@ -184,7 +184,7 @@ def test_a_message_that_nobody_can_read_costs_nothing():
 
 @contextlib.contextmanager
 def files_end_after(size):
-    """Files of this process, pytest's own report among them, end after so many bytes, in the middle of a write."""
+    """Files of this process, pytest's own report among them, end after this many bytes, in the middle of a write."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -42,7 +42,7 @@ def begun(leases, sampler, number):
 
 
 def lose(leases, number, times):
-    """The number loses so many samplers that had confirmed it."""
+    """The number loses this many samplers that had confirmed it."""
     return [leases.give_back(name) for name in "xyz"[:times] if begun(leases, name, number) is None]
 
 

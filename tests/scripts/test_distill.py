@@ -356,7 +356,7 @@ def test_a_teacher_with_other_tokens_is_refused(distill, tmp_path):
 
 
 def with_rows(model, rows, folder):
-    """A copy of a model, with its tokenizer, that has embeddings for so many tokens."""
+    """A copy of a model, with its tokenizer, that has embeddings for this many tokens."""
     shutil.copytree(model, folder)
     resized = AutoModelForCausalLM.from_pretrained(model)
     resized.resize_token_embeddings(rows, mean_resizing=False)

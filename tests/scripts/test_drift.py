@@ -1,6 +1,6 @@
 """Scripts repeat each other on purpose, so that each can be read alone. What they repeat must stay the same.
 
-A block is a run of statements, without comments and spaces. Who mends one in a script mends it in all that have it.
+A block is a run of statements, without comments and spaces. Who fixes one in a script fixes it in all that have it.
 """
 
 import ast
@@ -70,7 +70,7 @@ CASES = [(name, script) for name, (scripts, _, _) in BLOCKS.items() for script i
 def test_what_scripts_repeat_is_the_same(name, script):
     scripts, first, last = BLOCKS[name]
     model = block(read(scripts[0]), scripts[0], first, last)
-    assert block(read(script), script, first, last) == model, f"{script}.py and {scripts[0]}.py: mend both"
+    assert block(read(script), script, first, last) == model, f"{script}.py and {scripts[0]}.py: fix both"
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -81,10 +81,10 @@ def test_a_line_that_is_mended_in_one_script_only_is_noticed(name):
     same = {value: key for key, value in NAMES.get(scripts[1], {}).items()}
     for line in model[1:-1]:
         own = re.sub(r"\w+", lambda word: same.get(word[0], word[0]), line)
-        mended = own[:-1] + " + 0" + own[-1] if own.endswith(")") else own + " + 0" if "=" in own else None
-        if mended is not None:
+        fixed = own[:-1] + " + 0" + own[-1] if own.endswith(")") else own + " + 0" if "=" in own else None
+        if fixed is not None:
             assert own in source, own
-            assert block(source.replace(own, mended), scripts[1], first, last) != model, own
+            assert block(source.replace(own, fixed), scripts[1], first, last) != model, own
 
 
 @pytest.mark.parametrize("script", ["train_grpo", "train_ppo", *FAMILY, "train_dpo"])

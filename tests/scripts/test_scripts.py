@@ -1267,7 +1267,7 @@ def in_shards(change):
 
 
 def rows_of(weights, count):
-    """Let the embedding, and the head tied to it, have so many rows."""
+    """Let the embedding, and the head tied to it, have this many rows."""
     old = weights["model.embed_tokens.weight"]
     weights["model.embed_tokens.weight"] = torch.cat([old, old])[:count]
 

@@ -92,8 +92,8 @@ class Engine(base.Engine):
                 tensor_parallel_size=size,
                 max_model_len=longest,
                 max_num_seqs=flags.max_num_seqs,
-                # vLLM reserves memory for a pass over so many tokens, and reads longer prompts in parts. If prompts may
-                # not be cut, there is room for a whole one.
+                # vLLM reserves memory for a pass over this many tokens, and reads longer prompts in parts. If prompts
+                # may not be cut, there is room for a whole one.
                 max_num_batched_tokens=max(PREFILL, flags.max_num_seqs, 0 if may_be_cut else longest),
                 gpu_memory_utilization=flags.gpu_memory_utilization,
                 enable_prefix_caching=True,
