@@ -79,7 +79,7 @@ for _ in range(os.getpid() * 997 % 16_000):
 
 
 def free_ports(count: int) -> list[int]:
-    """So many ports that nobody listens on, all different, and below those that the kernel gives to any connection."""
+    """This many different ports that nobody listens on, below those that the kernel gives to any connection."""
     ports: list[int] = []
     while len(ports) < count:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", number := next(_numbers))):

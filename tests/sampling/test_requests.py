@@ -32,7 +32,7 @@ SIX = [Request(key, prompt, WARM) for key, prompt in zip("abcdef", [*PROMPTS, PR
 
 
 def run(engine, requests=(), *, steps=1000, seed=0):
-    """Add requests and sample for this many steps, or to the end. Returns the completions in the order of their ends."""
+    """Add requests and sample for this many steps, or to the end. Returns the completions in the order they ended."""
     done = []
     with seeded(seed, engine.device):
         engine.add(requests)

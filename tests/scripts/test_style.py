@@ -459,6 +459,9 @@ NEVER_RIGHT = {
         "say `per`, or begin a clause with `that`, or put a comma between them"
     ),
     r"\bbut for\b": "say `except for`",
+    r"(?i)\bso (many|much)\b(?! (that|as))": "say `this many` or `a given number of`",
+    r"(?i)\blikewise\b": "say what it does, or `in the same way`",
+    r"(?i)\bmend(s|ed)?\b": "say `fix`",
 }
 
 
@@ -494,12 +497,14 @@ def test_no_sentence_has_a_phrase_that_is_never_right():
 
 def test_phrases_that_are_never_right_are_found():
     wrong = ["takes 128 prompts a step", "once a process.", "10 ms a token", "all but for one", "rows a step sees"]
+    wrong += ["after so many steps", "likewise", "Mend it."]
     assert len(phrases_in(("x.md", i, line) for i, line in enumerate(wrong))) == len(wrong)
     right = [
         "128 prompts per step",
         "F times a step's prompts",
         "in 3 steps, a sequence ends",
         "everything but one",
+        "so many that it ends",
         "a row",
     ]
     assert not phrases_in(("x.md", i, line) for i, line in enumerate(right))
