@@ -51,43 +51,48 @@ Row = Literal["A", "B", "C", "D", "E"]
 @dataclass(frozen=True)
 class Args:
     rows: tuple[Row, ...] = ("A", "B", "C", "D", "E")
-    """Rows to run, see above."""
+    """These rows are run, see above."""
     per_device_train_batch_size: tuple[int, ...] = (16,)
-    """Responses in one of TRL's micro-batches; every row but D runs with each of them, and the fastest counts."""
+    """TRL's micro-batches have this many responses. Every row except for D runs with each of these sizes, and the
+    fastest counts."""
     attn_implementation: str = "sdpa"
-    """Attention of TRL's policy in every row but D: sdpa, or flash_attention_2 where it is installed."""
+    """TRL's policy has this attention in every row except for D. It is sdpa, or flash_attention_2 where that is
+    installed."""
     vllm_gpu_memory_utilization: float = 0.35
-    """Share of the GPU's memory for TRL's vLLM in every row but D; 0.2 leaves room for the 1.5B shape on 80 GB."""
+    """TRL's vLLM gets this share of the GPU's memory in every row except for D. 0.2 leaves room for the 1.5B shape on
+    80 GB."""
     lora_rank: int = 0
-    """Train adapters of this rank on all linear layers but the head, in float32 beside weights in bf16; 0: weights."""
+    """Train adapters of this rank on all linear layers except for the head, in float32 beside weights in bf16. 0 trains
+    the weights."""
     shape: Literal["tiny", "0.5B", "1.5B", "7B"] = "1.5B"
-    """As in benchmarks/step_time.py, like the next four; tiny is for the CPU, where TRL samples without vLLM."""
+    """This flag and the next four are as in benchmarks/step_time.py. tiny is for the CPU, where TRL samples without
+    vLLM."""
     tokenizer: str | None = None
-    """Folder or Hugging Face id of a Qwen2 tokenizer."""
+    """This is the folder or Hugging Face id of a Qwen2 tokenizer."""
     cache: Path = Path("runs/benchmark_models")
-    """Folder in which models are kept for the next time."""
+    """Models are kept in this folder for the next time."""
     lengths: Literal["fixed", "geometric"] = "fixed"
-    """Whether responses run to the limit, or end by chance after --mean-length tokens."""
+    """fixed responses run to the limit. geometric ones end by chance, on average after --mean-length tokens."""
     mean_length: float = 400.0
-    """Mean tokens of geometric lengths, before the cut."""
+    """Geometric lengths have this mean, in tokens, before the cut."""
     prompt_length: int = 128
-    """Tokens of every prompt."""
+    """Every prompt has this many tokens."""
     max_response_length: int = 1024
-    """Tokens at which a response is cut."""
+    """A response is cut at this many tokens."""
     prompts: int = 64
-    """Prompts a step."""
+    """Each step takes this many prompts."""
     rollout_n: int = 8
-    """Responses a prompt."""
+    """Each prompt gets this many responses."""
     steps: int = 8
-    """Steps of every row, warm-up included."""
+    """Every row runs this many steps, warm-up included."""
     warmup: int = 3
-    """First steps that the medians leave out."""
+    """The medians leave out this many first steps."""
     timeout: float = 900.0
-    """Seconds after which a row is given up."""
+    """A row is given up after this many seconds."""
     run_row: Row | None = None
     """Run this row in this process, with the first batch size, and nothing else."""
     out: Path = Path("runs/compare_trl")
-    """Folder to write."""
+    """Results are written to this folder."""
 
 
 # --- one row, in a process of its own

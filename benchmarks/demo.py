@@ -25,13 +25,13 @@ ROOT = Path(__file__).resolve().parent.parent
 @dataclass(frozen=True)
 class Args:
     run_dir: Path = Path("runs/demo")
-    """Folder for data, checkpoints, summary.json and curve.png."""
+    """Data, checkpoints, summary.json and curve.png are written to this folder."""
     sft_steps: int = 450
-    """SFT steps of 128 demonstrations."""
+    """SFT makes this many steps of 128 demonstrations."""
     grpo_steps: int = 60
-    """GRPO steps of 32 prompts x 8 responses."""
+    """GRPO makes this many steps of 32 prompts x 8 responses."""
     seed: int = 0
-    """Seed of data, weights and both runs."""
+    """The seed decides the data, the weights and both runs."""
 
 
 def run(command: str) -> float:

@@ -66,15 +66,15 @@ TASKS = {
 @dataclass(frozen=True)
 class Args:
     tasks: tuple[str, ...] = tuple(TASKS)
-    """which of calculator, guess and python"""
+    """These tasks are run, of calculator, guess and python."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """seeds of train_grpo.py; data and SFT have seed 0"""
+    """train_grpo.py runs with each of these seeds. Data and SFT have seed 0."""
     engine: str = "vllm"
-    """vllm or hf"""
+    """The engine is vllm or hf."""
     work_dir: Path = Path("runs/environments")
-    """folder for data, checkpoints and logs"""
+    """Data, checkpoints and logs are written to this folder."""
     results: Path = Path("runs/environments/results")
-    """folder for the metrics and environments.json"""
+    """The metrics and environments.json are written to this folder."""
 
 
 def run(command: str, folder: Path) -> None:

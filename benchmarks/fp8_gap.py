@@ -40,15 +40,15 @@ PRINTED = ("rollout/logprob_gap_mean", "rollout/logprob_gap_max", "rollout_corr/
 @dataclass(frozen=True)
 class Args:
     model: str
-    """Hugging Face folder or name."""
+    """The model is loaded from this Hugging Face id or folder."""
     prompts: Path
-    """Prompts in verl's schema, as for --val-files."""
+    """These prompts are in verl's schema, as for --val-files."""
     num_prompts: int = 32
-    """Prompts from the start of the file, one response to each."""
+    """This many prompts from the start of the file get one response each."""
     max_response_length: int = 100
-    """Tokens."""
+    """A response has at most this many tokens."""
     seed: int = 0
-    """Of the samples."""
+    """The seed decides the samples."""
 
 
 def in_e4m3(x: torch.Tensor) -> torch.Tensor:

@@ -38,22 +38,22 @@ SCRIPTS = {"rl": "train_grpo.py", "sft": "sft.py", "preference": "train_reward.p
 @dataclass(frozen=True)
 class Args:
     out: Path
-    """Folder for the file, the model and the run."""
+    """The file, the model and the run are in this folder."""
     form: Literal["rl", "sft", "preference"] = "rl"
-    """Of the rows: they are what train_grpo.py, sft.py or train_reward.py reads."""
+    """Rows have the form that train_grpo.py (rl), sft.py (sft) or train_reward.py (preferences) reads."""
     suffix: Literal["jsonl", "parquet"] = "jsonl"
-    """Of the file."""
+    """The file has this suffix."""
     rows: int = 1_000_000
-    """How many."""
+    """The file has this many rows."""
     characters: int = 75
-    """Of the texts of a row, together; they vary by a third."""
+    """The texts of a row have this many characters together, which vary by a third."""
     max_length: int | None = None
-    """Limit in tokens of a prompt, or of a row of the other forms. Longer rows are dropped, and every tenth row is
-    short. By default no row is too long."""
+    """A prompt, or a row of the other forms, has at most this many tokens. Longer rows are dropped, and every tenth row
+    is short. By default no row is too long."""
     max_gib: float = 18.0
-    """The run is ended if a rank takes more."""
+    """The run is ended if a rank takes more GiB than this."""
     repository: Path = Path(__file__).resolve().parent.parent
-    """The checkout whose script runs."""
+    """The script of this checkout runs."""
 
 
 def texts(characters: int, *, some_short: bool = False) -> Iterator[list[str]]:

@@ -184,21 +184,21 @@ NAMES = [name for runs in RUNS.values() for name in runs]
 @dataclass(frozen=True)
 class Args:
     setting: Literal["easy", "hard"] = "easy"
-    """Task and starting point, see SETTINGS."""
+    """This is the task with its starting point, see SETTINGS."""
     only: tuple[str, ...] = ()
-    """Names of the runs to make, see RUNS; default: all."""
+    """The runs of these names are made, see RUNS. By default all are made."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Seeds of every run."""
+    """Every run is made with each of these seeds."""
     jobs: int = 1
-    """Runs at a time, each on one thread."""
+    """This many runs go on at a time, each on one thread."""
     timeout: float = 3600.0
-    """Seconds after which a run is ended, and counted as failed."""
+    """A run is ended after this many seconds, and counts as failed."""
     extra: str = ""
-    """Flags for every run, after all others, e.g. "--total-training-steps 5" for a quick look."""
+    """Every run gets these flags after all others, for example "--total-training-steps 5" for a quick look."""
     work_dir: Path = Path("runs/learning")
-    """Folder for data, checkpoints and runs."""
+    """Data, checkpoints and runs are in this folder."""
     results: Path = Path("runs/learning")
-    """Folder for the results; those of the repository are in benchmarks/results/learning."""
+    """Results are written to this folder. Those of the repository are in benchmarks/results/learning."""
 
 
 class Job(NamedTuple):

@@ -44,25 +44,25 @@ VARIANTS = {
 @dataclass(frozen=True)
 class Args:
     only: tuple[Literal["trl", "trl_linear_decay", "trl_warmup_10", "trl_bf16"], ...] = tuple(VARIANTS)
-    """Variants to run."""
+    """These variants are run."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Seeds of every variant."""
+    """Every variant runs with each of these seeds."""
     steps: int = 60
-    """Steps of every run."""
+    """Every run has this many steps."""
     test_freq: int = 5
-    """Evaluate every this many steps."""
+    """Evaluate at this interval, in steps."""
     jobs: int = 1
-    """Runs at a time, each on one thread."""
+    """This many runs go on at a time, each on one thread."""
     timeout: float = 3600.0
-    """Seconds after which a run is ended, and counted as failed."""
+    """A run is ended after this many seconds, and counts as failed."""
     work_dir: Path = Path("runs/learning")
-    """Folder of learning.py, with the checkpoint and the data."""
+    """This is the folder of learning.py, with the checkpoint and the data."""
     results: Path = Path("runs/learning")
-    """Folder for the results; those of the repository are in benchmarks/results/learning."""
+    """Results are written to this folder. Those of the repository are in benchmarks/results/learning."""
     run: str | None = None
     """Run this variant with the first seed in this process, write to --default-local-dir, and do nothing else."""
     default_local_dir: Path | None = None
-    """Folder of that run."""
+    """This is the folder of that run."""
 
 
 def settings(args: Args, variant: str, seed: int, folder: Path) -> dict[str, Any]:

@@ -28,9 +28,10 @@ ROOTS = "requirements.txt"  # who requires the packages at which the walk begins
 @dataclass(frozen=True)
 class Args:
     folder: Path | None = None
-    """Folder of packages that were brought to the machine; packages elsewhere get a mark. Default: no marks."""
+    """This folder has packages that were brought to the machine, and packages elsewhere get a mark. By default there
+    are no marks."""
     requirements: Path = ROOT / "requirements.txt"
-    """File with the names at which the walk begins."""
+    """The walk begins at the names in this file."""
 
 
 def named(path: Path) -> list[Requirement]:

@@ -47,16 +47,16 @@ Shape = Literal["0.5B", "1.5B", "7B", "14B", "32B", "30B-A3B", "3B-dense", "4B-h
 @dataclass(frozen=True)
 class Args:
     tokenizer: str
-    """Folder or Hugging Face id of a Qwen2 tokenizer."""
+    """This is the folder or Hugging Face id of a Qwen2 tokenizer."""
     out: Path
-    """Folder to write."""
+    """Results are written to this folder."""
     shape: Shape = "1.5B"
-    """Which Qwen2.5; 30B-A3B is Qwen3's mixture of experts, 3B-dense as large as what a token uses of it, 4B-hybrid the
-    text of Qwen3.5 with a vision tower of one small layer."""
+    """This is the shape of a Qwen2.5. 30B-A3B is Qwen3's mixture of experts, and 3B-dense is as large as what a token
+    uses of it. 4B-hybrid is the text of Qwen3.5 with a vision tower of one small layer."""
     layers: int | None = None
-    """Only this many layers."""
+    """The model has only this many layers."""
     seed: int = 0
-    """Seed of the weights."""
+    """The seed decides the weights."""
 
 
 def config_of(shape: str, layers: int | None = None, **options: Any) -> PreTrainedConfig:

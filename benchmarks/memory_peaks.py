@@ -37,7 +37,7 @@ class Args:
     ways: tuple[str, ...] = ("selective,16384", "selective,4096", "none,16384", "full,16384", "full,4096,param_offload")
     lora_rank: FewOr0 = 0
     length: int = 1536
-    """Tokens of a sequence."""
+    """A sequence has this many tokens."""
     compile: bool = True
     smaller: bool = False
     """Rehearse the first way also on a GPU that is said to hold half of its micro-batch, and then a quarter of it."""

@@ -44,27 +44,27 @@ from rl.sampling.loop import Loop  # noqa: E402
 @dataclass(frozen=True)
 class Args:
     shape: str = "1.5B"
-    """Which Qwen2.5, by benchmarks/make_model.py; tiny is for the CPU."""
+    """benchmarks/make_model.py makes a Qwen2.5 of this shape. tiny is for the CPU."""
     tokenizer: str | None = None
-    """Folder or Hugging Face id of a Qwen2 tokenizer; tiny brings its own."""
+    """This is the folder or Hugging Face id of a Qwen2 tokenizer. tiny brings its own."""
     cache: Path = Path("runs/benchmark_models")
-    """Folder in which models are kept for the next time."""
+    """Models are kept in this folder for the next time."""
     shares: tuple[float, ...] = (0.0, 1.0, 0.25, 2.0)
-    """--partial-rollouts of the runs, in this order."""
+    """The runs have these values of --partial-rollouts, in this order."""
     steps: tuple[int, ...] = (1, 3, 2, 2)
-    """Measured steps of each run."""
+    """Each run has this many measured steps."""
     prompts: int = 16
-    """Groups that a step trains on."""
+    """A step trains on this many groups."""
     rollout_n: int = 8
-    """Responses to each prompt."""
+    """Each prompt gets this many responses."""
     prompt_length: int = 128
-    """Tokens of every prompt."""
+    """Every prompt has this many tokens."""
     max_length: int = 8192
-    """Longest response."""
+    """A response has at most this many tokens."""
     mean_length: float = 2000.0
-    """Mean of the geometric lengths before that cut."""
+    """The geometric lengths have this mean before that cut."""
     out: Path = Path("runs/partial_rollouts")
-    """Folder to write."""
+    """Results are written to this folder."""
 
 
 def kept(make: Callable, **always: Any) -> Callable:

@@ -34,17 +34,17 @@ GIB = 2**30
 @dataclass(frozen=True)
 class Args:
     names: tyro.conf.Positional[tuple[str, ...]]
-    """Runs of benchmarks/plan_runs.toml."""
+    """These runs of benchmarks/plan_runs.toml are made."""
     tokenizer: str
-    """Folder or Hugging Face id of a Qwen2 tokenizer."""
+    """This is the folder or Hugging Face id of a Qwen2 tokenizer."""
     cache: Path = Path("runs/benchmark_models")
-    """Folder in which models are kept for the next time."""
+    """Models are kept in this folder for the next time."""
     out: Path = Path("runs/plan")
-    """Folder to write."""
+    """Results are written to this folder."""
     steps: int = 3
-    """Steps of each run."""
+    """Each run has this many steps."""
     limit: float = 240.0
-    """Seconds after which a run is ended."""
+    """A run is ended after this many seconds."""
 
 
 def runs() -> dict[str, dict]:

@@ -27,31 +27,31 @@ from benchmarks import step_time  # noqa: E402
 @dataclass(frozen=True)
 class Args:
     shape: str = "1.5B"
-    """Which Qwen2.5, by benchmarks/make_model.py; tiny is for the CPU."""
+    """benchmarks/make_model.py makes a Qwen2.5 of this shape. tiny is for the CPU."""
     tokenizer: str | None = None
-    """Folder or Hugging Face id of a Qwen2 tokenizer; tiny brings its own."""
+    """This is the folder or Hugging Face id of a Qwen2 tokenizer. tiny brings its own."""
     cache: Path = Path("runs/benchmark_models")
-    """Folder in which models are kept for the next time."""
+    """Models are kept in this folder for the next time."""
     trainers: int = 1
-    """Ranks of train_async.py."""
+    """train_async.py has this many ranks."""
     samplers: int = 1
-    """Its samplers."""
+    """train_async.py has this many samplers."""
     staleness: tuple[int, ...] = (1,)
-    """--max-staleness, one run for each."""
+    """There is a run for each of these values of --max-staleness."""
     one_gpu: bool = False
-    """One trainer and one sampler on the first GPU, against train_grpo.py on it."""
+    """Run one trainer and one sampler on the first GPU, beside train_grpo.py on it."""
     max_length: int = 2048
-    """Longest response, in tokens."""
+    """A response has at most this many tokens."""
     mean_length: float = 512.0
-    """Mean of the geometric lengths before that cut."""
+    """The geometric lengths have this mean before that cut."""
     steps: int = 8
-    """Steps of train_async.py, warm-up included."""
+    """train_async.py runs this many steps, warm-up included."""
     warmup: int = 3
-    """First steps that are left out: until as many prompts are in flight as --max-staleness allows."""
+    """This many first steps are left out, until as many prompts are in flight as --max-staleness allows."""
     sync_steps: int = 4
-    """Steps of train_grpo.py; the first is its warm-up."""
+    """train_grpo.py runs this many steps, of which the first is its warm-up."""
     out: Path = Path("runs/pools")
-    """Folder to write."""
+    """Results are written to this folder."""
 
 
 def measure(folder: Path, warmup: int) -> dict[str, float]:

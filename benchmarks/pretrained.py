@@ -124,29 +124,29 @@ NAMES = [name for runs in RUNS.values() for name in runs]
 @dataclass(frozen=True)
 class Args:
     task: Literal["gsm8k", "word_problems"] = "gsm8k"
-    """Problems, see TASKS."""
+    """These are the problems, see TASKS."""
     only: tuple[str, ...] = ()
-    """Names of the runs to make, see RUNS; default: all."""
+    """The runs of these names are made, see RUNS. By default all are made."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Seeds of every run."""
+    """Every run is made with each of these seeds."""
     gpus: tuple[int, ...] = (0,)
-    """GPUs to use; each run has one, which it may share with others."""
+    """These GPUs are used. Each run has one, which it may share with others."""
     jobs: int = 1
-    """Runs at a time, over all GPUs."""
+    """This many runs go on at a time, over all GPUs."""
     stagger: float = 0.0
-    """Seconds between the starts of two runs: an engine that starts measures the memory that is free."""
+    """Two runs start this many seconds apart, since an engine that starts measures the memory that is free."""
     timeout: float = 7200.0
-    """Seconds after which a run is ended, and counted as failed."""
+    """A run is ended after this many seconds, and counts as failed."""
     extra: str = ""
-    """Flags for every run, after all others, e.g. --extra="--total-training-steps 5" for a quick look."""
+    """Every run gets these flags after all others, for example --extra="--total-training-steps 5" for a quick look."""
     gsm8k: str = "openai/gsm8k"
-    """Folder with GSM8K's train.jsonl and test.jsonl, or its name on the Hugging Face hub."""
+    """This is the folder with GSM8K's train.jsonl and test.jsonl, or its name on the Hugging Face hub."""
     report_only: bool = False
     """Only write the results of the runs that are found in --work-dir."""
     work_dir: Path = Path("runs/pretrained")
-    """Folder for models, data, checkpoints and runs."""
+    """Models, data, checkpoints and runs are in this folder."""
     results: Path = Path("runs/pretrained")
-    """Folder for the results; those of the repository are in benchmarks/results."""
+    """Results are written to this folder. Those of the repository are in benchmarks/results."""
 
 
 def run(command: str, log: Path, gpu: int, **variables: str) -> str:

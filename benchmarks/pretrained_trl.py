@@ -47,7 +47,7 @@ class Args:
     total_training_steps: int = 200
     gpu_memory_utilization: float = 0.3
     per_device_train_batch_size: int = 64
-    """Responses in one of TRL's micro-batches."""
+    """TRL's micro-batches have this many responses."""
 
 
 def updates(args: Args) -> int:

@@ -31,21 +31,21 @@ from benchmarks.make_model import save  # noqa: E402
 @dataclass(frozen=True)
 class Args:
     names: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Names of commands, such as ppo_0.5b."""
+    """These are names of commands, such as ppo_0.5b."""
     tokenizer: str
-    """Folder or Hugging Face id of a Qwen2 tokenizer, for all models."""
+    """All models have the Qwen2 tokenizer in this folder or with this Hugging Face id."""
     out: Path
-    """Folder for logs and metrics."""
+    """Logs and metrics are written to this folder."""
     models: Path = Path("runs/recipe_models")
-    """Folder of the models, which are made if they are not there."""
+    """The models are in this folder, and are made if they are not there."""
     data: Path = Path("data/gsm8k")
-    """Folder with train.parquet and test.parquet."""
+    """This folder has train.parquet and test.parquet."""
     prompts: int | None = None
-    """Prompts of the step, if not those of the command; its number of updates stays."""
+    """The step takes this many prompts instead of those of the command. Its number of updates stays."""
     limit: float = 600.0
-    """Seconds for a command; then it is interrupted."""
+    """A command is interrupted after this many seconds."""
     more: str = ""
-    """Further flags of the commands, in one word."""
+    """The commands get these further flags, which are given as one word."""
 
 
 def published(name: str, page: str) -> list[str]:

@@ -30,13 +30,13 @@ ENDS = {  # what candidates also do, in turn with the reference solutions
 @dataclass(frozen=True)
 class Args:
     source: Path
-    """jsonl file with MBPP's 974 problems"""
+    """This jsonl file has MBPP's 974 problems."""
     workers: int = 2
-    """processes that judge, one a core"""
+    """This many processes judge, one per core."""
     timed: int = 2000
-    """evaluations of reference solutions whose time is taken"""
+    """The time of this many evaluations of reference solutions is taken."""
     evaluations: int = 10_000
-    """evaluations of the leak check, one in five of them a candidate that ends badly"""
+    """The leak check makes this many evaluations. In one of five the candidate ends badly."""
 
 
 def state() -> dict[str, int]:

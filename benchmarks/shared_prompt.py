@@ -39,19 +39,19 @@ OTHER_LENGTHS = [(128, 1024), (100, 200), (512, 1024)]
 @dataclass(frozen=True)
 class Args:
     shape: Literal["tiny", "0.5B", "1.5B", "7B"] = "1.5B"
-    """Which Qwen2.5, by benchmarks/make_model.py; tiny is for the CPU."""
+    """benchmarks/make_model.py makes a Qwen2.5 of this shape. tiny is for the CPU."""
     tokenizer: str | None = None
-    """Folder or Hugging Face id of a Qwen2 tokenizer; tiny brings its own."""
+    """This is the folder or Hugging Face id of a Qwen2 tokenizer. tiny brings its own."""
     cache: Path = Path("runs/benchmark_models")
-    """Folder in which models are kept for the next time."""
+    """Models are kept in this folder for the next time."""
     prompts: int = 32
-    """Prompts of an update."""
+    """An update takes this many prompts."""
     rollout_n: int = 8
-    """Responses to each."""
+    """Each prompt gets this many responses."""
     max_tokens: int = 16384
-    """Tokens of a micro-batch."""
+    """A micro-batch has at most this many tokens."""
     activation_checkpointing: Literal["none", "selective", "full"] = "selective"
-    """As in train_grpo.py."""
+    """This is as in train_grpo.py."""
 
 
 def make_batch(prompts: int, rollout_n: int, prompt_length: int, lengths: list[int]) -> Batch:

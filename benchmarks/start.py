@@ -34,15 +34,16 @@ CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")
 @dataclass(frozen=True)
 class Args:
     out: Path
-    """JSON file to write."""
+    """The results are written to this JSON file."""
     nproc: int = 1
-    """Processes, one for each GPU."""
+    """There are this many processes, one for each GPU."""
     plain: bool = True
-    """Whether vllm.LLM alone is started too."""
+    """Start vllm.LLM alone, too."""
     limit: float = 600.0
-    """Seconds after which a start is given up."""
+    """A start is given up after this many seconds."""
     order: str = "cold,warm"
-    """Starts, one after the other. "cold" empties the folders of compiled code; "shared" uses those of the machine."""
+    """These starts follow one another. "cold" empties the folders of compiled code, and "shared" uses those of the
+    machine."""
 
 
 def watch(command: list[str], env: dict[str, str], limit: float, log: TextIO) -> dict[str, Any]:

@@ -60,27 +60,29 @@ TINY_STEP = "--train-batch-size 8 --rollout-n 4 --max-response-length 32"
 @dataclass(frozen=True)
 class Args:
     shape: Literal["tiny"] | make_model.Shape = "1.5B"
-    """Which Qwen, by benchmarks/make_model.py; tiny is for the CPU."""
+    """benchmarks/make_model.py makes a Qwen of this shape. tiny is for the CPU."""
     layers: int | None = None
-    """Only this many layers of it."""
+    """The model has only this many layers."""
     tokenizer: str | None = None
-    """Folder or Hugging Face id of a Qwen2 tokenizer; tiny brings its own."""
+    """This is the folder or Hugging Face id of a Qwen2 tokenizer. tiny brings its own."""
     cache: Path = Path("runs/benchmark_models")
-    """Folder in which models are kept for the next time."""
+    """Models are kept in this folder for the next time."""
     lengths: Literal["fixed", "geometric"] = "fixed"
-    """fixed: nearly all responses run to --max-response-length. geometric: one token in --mean-length ends them."""
+    """With fixed, nearly all responses run to --max-response-length. With geometric, one token in --mean-length ends
+    them."""
     mean_length: float = 400.0
-    """Mean tokens of geometric lengths, before the cut at --max-response-length."""
+    """Geometric lengths have this mean, in tokens, before the cut at --max-response-length."""
     prompt_length: int = 128
-    """Tokens of every prompt."""
+    """Every prompt has this many tokens."""
     steps: int = 8
-    """Steps to run, warm-up included."""
+    """The run has this many steps, warm-up included."""
     warmup: int = 3
-    """First steps that the medians leave out."""
+    """The medians leave out this many first steps."""
     bare_rounds: int = 2
-    """Timed rounds of vLLM alone, after one that warms up; the fastest counts. 0: none."""
+    """vLLM alone runs this many timed rounds, after one that warms up, and the fastest counts. With 0 it does not
+    run."""
     out: Path = Path("runs/step_time")
-    """Folder to write."""
+    """Results are written to this folder."""
 
 
 # --- what is run

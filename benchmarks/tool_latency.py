@@ -112,31 +112,33 @@ PARTS = {  # methods of the partner, and what they are called in the lines
 @dataclass(frozen=True)
 class Args:
     engine: str = "vllm"
-    """vllm or hf."""
+    """The engine is vllm or hf."""
     model: Path | None = None
-    """Folder of a model whose tokenizer knows ChatML."""
+    """This is the folder of a model whose tokenizer knows ChatML."""
     shape: str = "arithmetic"
-    """Otherwise a model of random weights: a tiny one, or a Qwen2.5 by benchmarks/make_model.py."""
+    """Without --model, a model with random weights has this shape. It is a tiny one, or a Qwen2.5 by
+    benchmarks/make_model.py."""
     tokenizer: str | None = None
-    """For such a Qwen2.5: folder or Hugging Face id of a Qwen2 tokenizer."""
+    """Such a Qwen2.5 needs the folder or Hugging Face id of a Qwen2 tokenizer."""
     cache: Path = Path("runs/benchmark_models")
-    """Folder in which such models are kept for the next time."""
+    """Such models are kept in this folder for the next time."""
     num_prompts: int = 16
-    """Prompts."""
+    """There are this many prompts."""
     rollout_n: int = 8
-    """Conversations of each prompt."""
+    """Each prompt gets this many conversations."""
     prompt_length: int = 50
-    """Tokens of a prompt."""
+    """A prompt has this many tokens."""
     turns: int = 4
-    """Of the policy, on average."""
+    """A conversation has this many turns of the policy, on average."""
     turn_length: int = 50
-    """Tokens that the policy samples in a turn, on average."""
+    """The policy samples this many tokens in a turn, on average."""
     latencies: tuple[float, ...] = (0.0, 0.5)
-    """Seconds that the tool takes; the first one is what the others are compared with."""
+    """The tool takes this many seconds. The first value is what the others are compared with."""
     max_num_seqs: int = 128
-    """Conversations that are decoded at a time."""
+    """This many conversations are decoded at a time."""
     repeats: int = 5
-    """The fastest one counts: other programs on the machine make some slower."""
+    """There are this many repeats, of which the fastest counts, since other programs on the machine make some
+    slower."""
     profile: bool = False
     """Also run each kind once under torch's profiler, on a GPU."""
     out: Path | None = None

@@ -51,17 +51,18 @@ CHAT_TEMPLATE = (
 @dataclasses.dataclass
 class Args:
     output_dir: Path = Path("data/arithmetic")
-    """folder to write to"""
+    """The files are written to this folder."""
     num_sft: int = 57_600
-    """SFT samples, drawn with repetition; the default is 450 steps of 128"""
+    """This many SFT samples are drawn, with repetition. The default is 450 steps of 128."""
     num_train: int = 4096
-    """RL prompts, all different"""
+    """There are this many RL prompts, all of them different."""
     num_test: int = 512
-    """held-out chains, in neither of the other two"""
+    """There are this many held-out chains, which are in neither of the other two files."""
     max_total: int = 9
-    """largest running total, 9 to 99; with 19 there are 270 single steps to learn, not 90, and longer answers"""
+    """This is the largest running total, from 9 to 99. With 19 there are 270 single steps to learn instead of 90, and
+    answers are longer."""
     seed: int = 0
-    """seed of the split, the samples and the model's weights"""
+    """The seed decides the split, the samples and the model's weights."""
 
 
 def num_indices(max_total: int) -> int:

@@ -54,17 +54,18 @@ CHAT_TEMPLATE = (
 @dataclasses.dataclass
 class Args:
     output_dir: Path = Path("data/calculator")
-    """folder to write to"""
+    """The files are written to this folder."""
     tool: Literal["calculate", "python"] = "calculate"
-    """what the demonstrations call: of environments/calculator.py or environments/python.py"""
+    """The demonstrations call this tool, calculate of environments/calculator.py or python of
+    environments/python.py."""
     num_sft: int = 51_200
-    """SFT conversations, drawn with repetition; the default is 400 steps of 128"""
+    """This many SFT conversations are drawn, with repetition. The default is 400 steps of 128."""
     num_train: int = 4096
-    """RL prompts, all different"""
+    """There are this many RL prompts, all of them different."""
     num_test: int = 256
-    """held-out questions, in neither of the other two"""
+    """There are this many held-out questions, which are in neither of the other two files."""
     seed: int = 0
-    """seed of the questions, the samples and the model's weights"""
+    """The seed decides the questions, the samples and the model's weights."""
 
 
 def call(expression: str, tool: str) -> dict:

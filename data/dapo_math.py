@@ -28,11 +28,12 @@ from data import files  # noqa: E402
 @dataclasses.dataclass
 class Args:
     source: str = "BytedTsinghua-SIA/DAPO-Math-17k"
-    """parquet or jsonl file in verl's schema, a folder of parquet files, or a data set on the Hugging Face hub"""
+    """This is a parquet or jsonl file in verl's schema, a folder of parquet files, or a data set on the Hugging Face
+    hub."""
     aime_source: str = "BytedTsinghua-SIA/AIME-2024"
-    """the same for the evaluation problems"""
+    """This is the same for the evaluation problems."""
     output_dir: Path = Path("data/dapo_math")
-    """folder to write to"""
+    """The files are written to this folder."""
 
 
 def locate(source: str, flag: str) -> list[Path]:

@@ -122,17 +122,17 @@ FAMILIES = {
 @dataclasses.dataclass
 class Args:
     output_dir: Path = Path("data/dots")
-    """folder to write to"""
+    """The files are written to this folder."""
     family: Literal["qwen3_vl", "qwen2_5_vl", "qwen3_5", "gemma3", "smolvlm"] = "qwen3_vl"
-    """model_type of the model"""
+    """The model has this model_type."""
     num_sft: int = 6400
-    """SFT samples"""
+    """There are this many SFT samples."""
     num_train: int = 1024
-    """RL prompts"""
+    """There are this many RL prompts."""
     num_test: int = 256
-    """held-out images"""
+    """There are this many held-out images."""
     seed: int = 0
-    """seed of the images, the samples and the model's weights"""
+    """The seed decides the images, the samples and the model's weights."""
 
 
 def draw(count: int, rng: random.Random) -> bytes:

@@ -28,10 +28,10 @@ SPLITS = ("train", "test")
 @dataclasses.dataclass
 class Args:
     source: str = "hiyouga/geometry3k"
-    """folder with data/train-*.parquet and data/test-*.parquet (columns images, problem, answer), or a data set of the
-    Hugging Face hub"""
+    """This is a folder with data/train-*.parquet and data/test-*.parquet (columns images, problem, answer), or a data
+    set on the Hugging Face hub."""
     output_dir: Path = Path("data/geometry3k")
-    """folder to write to"""
+    """The files are written to this folder."""
 
 
 def read_split(source: Path, split: str) -> list[dict[str, Any]]:

@@ -41,13 +41,14 @@ CHAT_TEMPLATE = (
 @dataclasses.dataclass
 class Args:
     task: Literal["gsm8k", "math", "mbpp"]
-    """which problems"""
+    """These problems are written: GSM8K, MATH or MBPP."""
     source: str | None = None
-    """as for data/gsm8k.py, data/math_dataset.py or data/mbpp.py; default: the data set on the Hugging Face hub"""
+    """This is as for data/gsm8k.py, data/math_dataset.py or data/mbpp.py. The default is on the Hugging Face hub."""
     output_dir: Path | None = None
-    """folder to write to; default: data/grail_<task>"""
+    """The files are written to this folder. The default is data/grail_<task>."""
     chat_template_file: Path | None = None
-    """also write the ChatML template here. For a model without one: <model folder>/chat_template.jinja"""
+    """The ChatML template is written to this file, too. For a model without a template, give <model
+    folder>/chat_template.jinja."""
 
 
 def gsm8k_rows(source: str) -> tuple[list[dict], list[dict]]:

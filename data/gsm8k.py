@@ -26,9 +26,10 @@ HUB_FILES = "main/*.parquet"
 @dataclasses.dataclass
 class Args:
     source: str = "openai/gsm8k"
-    """folder with train.jsonl and test.jsonl (fields question, answer), or a data set on the Hugging Face hub"""
+    """This is a folder with train.jsonl and test.jsonl (fields question, answer), or a data set on the Hugging Face
+    hub."""
     output_dir: Path = Path("data/gsm8k")
-    """folder to write to"""
+    """The files are written to this folder."""
 
 
 def read_split(folder: Path, split: str) -> list[dict[str, str]]:

@@ -31,15 +31,16 @@ SIZE = 15  # numbers of a range
 @dataclasses.dataclass
 class Args:
     output_dir: Path = Path("data/guess")
-    """folder to write to"""
+    """The files are written to this folder."""
     num_sft: int = 25_600
-    """SFT conversations, drawn with repetition; the default is 200 steps of 128"""
+    """This many SFT conversations are drawn, with repetition. The default is 200 steps of 128."""
     num_test: int = 60
-    """held-out games; the rest of them are the RL prompts"""
+    """There are this many held-out games. The other games are the RL prompts."""
     num_ranges: int = 20
-    """ranges, which begin with 10, 11, ...; at most 76, so that all numbers have two digits"""
+    """There are this many ranges, which begin with 10, 11, and so on. At most 76 are possible, so that all numbers have
+    two digits."""
     seed: int = 0
-    """seed of the games, the samples and the model's weights"""
+    """The seed decides the games, the samples and the model's weights."""
 
 
 def sft_messages(low: int, secret: int, rng: random.Random) -> list[dict]:

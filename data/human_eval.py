@@ -31,9 +31,9 @@ FIELDS = {"task_id", "prompt", "entry_point", "canonical_solution", "test"}
 @dataclasses.dataclass
 class Args:
     source: str = "openai/openai_humaneval"
-    """jsonl file, or a data set on the Hugging Face hub"""
+    """This is a jsonl file, or a data set on the Hugging Face hub."""
     output_dir: Path = Path("data/human_eval")
-    """folder to write to"""
+    """The files are written to this folder."""
 
 
 def read_rows(source: str) -> list[dict[str, Any]]:

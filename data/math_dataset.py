@@ -39,14 +39,14 @@ SUBJECTS = "algebra counting_and_probability geometry intermediate_algebra numbe
 @dataclasses.dataclass
 class Args:
     split: Literal["7500/5000", "7000/500", "math500"] = "7500/5000"
-    """training / test problems, with the two that are left out: as published, or GRAIL's cut of the training problems;
-    math500: an evaluation file"""
+    """These are the numbers of training / test problems, including the two that are left out. 7500/5000 is as
+    published, and 7000/500 is GRAIL's cut of the training problems. math500 writes an evaluation file."""
     source: str | None = None
-    """folder with train.jsonl and test.jsonl or the hub's parquet files, a jsonl file (math500), or a data set on the
-    Hugging Face hub; fields problem, solution, level, and subject or type. Default: EleutherAI/hendrycks_math, and
-    HuggingFaceH4/MATH-500 for math500"""
+    """This is a folder with train.jsonl and test.jsonl or the hub's parquet files, a jsonl file (math500), or a data
+    set on the Hugging Face hub. Its fields are problem, solution, level, and subject or type. The default is
+    EleutherAI/hendrycks_math, and HuggingFaceH4/MATH-500 for math500."""
     output_dir: Path = Path("data/math")
-    """folder to write to"""
+    """The files are written to this folder."""
 
 
 def read_split(source: Path, split: str) -> list[dict[str, Any]]:

@@ -32,13 +32,14 @@ FIELDS = {"task_id", "text", "code", "test_list", "test_setup_code"}
 @dataclasses.dataclass
 class Args:
     source: str = "google-research-datasets/mbpp"
-    """jsonl file (fields task_id, text, code, test_list, test_setup_code), or a data set on the Hugging Face hub"""
+    """This is a jsonl file (fields task_id, text, code, test_list, test_setup_code), or a data set on the Hugging Face
+    hub."""
     output_dir: Path = Path("data/mbpp")
-    """folder to write to"""
+    """The files are written to this folder."""
     eval_split: Literal["validation", "test"] = "validation"
-    """what test.parquet holds: the 90 validation or the 500 test problems; keep test for the end"""
+    """test.parquet holds the 90 validation problems or the 500 test problems. Keep test for the end."""
     show_tests: bool = False
-    """put the asserts into the prompt. They are what the reward runs, so a policy can then hard-code their answers"""
+    """Put the asserts into the prompt. The reward runs these asserts, so a policy can then hard-code their answers."""
 
 
 def read_rows(source: str) -> list[dict[str, Any]]:

@@ -39,13 +39,15 @@ LAYOUTS = ["{split}_prefs-*.parquet", "{split}-*.parquet", "{split}.parquet", "{
 @dataclasses.dataclass
 class Args:
     source: str = "HuggingFaceH4/ultrafeedback_binarized"
-    """file (.parquet, .jsonl, .jsonl.gz), folder with files train* and test*, or a data set on the Hugging Face hub"""
+    """This is a file (.parquet, .jsonl, .jsonl.gz), a folder with files train* and test*, or a data set on the Hugging
+    Face hub."""
     output_dir: Path = Path("data/preferences")
-    """folder to write to"""
+    """The files are written to this folder."""
     test_fraction: float = 0.0
-    """share of the training prompts to hold out as test.parquet; 0: the source's own test files"""
+    """This share of the training prompts is held out as test.parquet. With 0, test.parquet has the source's own test
+    files."""
     seed: int = 0
-    """which prompts are held out"""
+    """The seed decides which prompts are held out."""
 
 
 def split_files(path: Path, split: str) -> list[Path]:

@@ -23,7 +23,7 @@ TEXT = "Tom has 3 bags with 12 apples in each. He eats 4 of the apples, so he ha
 @dataclasses.dataclass
 class Args:
     output_dir: Path = Path("data/smollm2")
-    """folder to write to"""
+    """The files are written to this folder."""
 
 
 def gguf_file() -> Path:

@@ -36,15 +36,15 @@ MOST = 999  # largest count
 @dataclasses.dataclass
 class Args:
     output_dir: Path = Path("data/word_problems")
-    """folder to write to"""
+    """The files are written to this folder."""
     num_sft: int = 1000
-    """demonstrations"""
+    """There are this many demonstrations."""
     num_train: int = 6400
-    """RL prompts"""
+    """There are this many RL prompts."""
     num_test: int = 1000
-    """held-out problems"""
+    """There are this many held-out problems."""
     seed: int = 0
-    """decides the problems"""
+    """The seed decides the problems."""
 
 
 def take_step(count: int, name: str, things: str, rng: random.Random) -> tuple[int, str, str] | None:

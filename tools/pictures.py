@@ -542,7 +542,7 @@ PICTURES = {
 @dataclass(frozen=True)
 class Args:
     out: Path = FOLDER
-    """Folder to write the pictures to."""
+    """The pictures are written to this folder."""
 
 
 def main(args: Args) -> list[Path]:

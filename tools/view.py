@@ -29,9 +29,9 @@ LISTED = 5  # names of metrics that a sentence lists at most
 @dataclass(frozen=True)
 class Args:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
-    """Folders of runs; each of the others is compared with the first."""
+    """These are the folders of runs. The first run is compared with each of the others."""
     out: Path = Path("view.html")
-    """File to write."""
+    """The page is written to this file."""
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
