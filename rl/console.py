@@ -61,7 +61,7 @@ def outlive_output() -> None:
     has gone (`| head -1`) or the disk of its log is full.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass  # it was closed; without this, the next file that is opened would be taken for it
+        pass  # it was closed. Without this, the next file that is opened would be taken for it.
     os.close(number)
     sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")
     atexit.register(let_go_of_output)
@@ -95,7 +95,7 @@ def progress_line(step: int, total: int, metrics: dict[str, float]) -> str:
 
 
 def show_sample(prompt: str, response: str, score: float | None) -> str:
-    """A prompt, its response and its score as an indented block for the console; long texts keep their ends."""
+    """A prompt, its response and its score as an indented block for the console. Long texts keep their ends."""
     texts = (x if len(x) <= 600 else f"{x[:300]} ... {x[-300:]}" for x in (prompt, response))
     prompt, response = (x.replace("\n", "\n    ") for x in texts)
     return f"  prompt:   {prompt}\n  response: {response}\n  score:    {score}"

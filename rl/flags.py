@@ -1,7 +1,7 @@
 """Command-line flags: what values a flag may have, groups of flags, and reading them.
 
 A group is a small frozen dataclass. It stands in a file of flags, such as rl/data/flags.py, in the door of an extra, or
-beside the code that reads it. A script's Args nests groups; on the command line they are flat, and --help shows a box
+beside the code that reads it. A script's Args nests groups. On the command line they are flat, and --help shows a box
 for each:
 
     @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Limit(NamedTuple):
 
     text: str
     holds: Callable[[Any], Any]
-    of: type = float  # the type of the values that it limits; float stands for int too
+    of: type = float  # the type of the values that it limits. Float stands for int too.
 
 
 class Needs:
@@ -57,7 +57,7 @@ Count = Annotated[int, Limit("at least 0", lambda x: x >= 0)]
 Few = Annotated[int, Limit("at least 1 and at most 65536", lambda x: 1 <= x <= 65536)]  # of what takes memory or time
 FewOr0 = Annotated[int, Limit("at least 0 and at most 65536", lambda x: 0 <= x <= 65536)]
 Processes = Annotated[int, Limit("at least 1 and at most 1024", lambda x: 1 <= x <= 1024)]  # of one machine
-Every = Annotated[int, Limit("at least -1", lambda x: x >= -1)]  # a number of steps; flags differ in what 0 and -1 mean
+Every = Annotated[int, Limit("at least -1", lambda x: x >= -1)]  # a number of steps. Flags differ in what 0 and -1 mean
 Share = Annotated[float, Limit("within 0 and 1", lambda x: 0 <= x <= 1)]
 PositiveShare = Annotated[float, Limit("positive and at most 1", lambda x: 0 < x <= 1)]
 Temperature = Annotated[float, Limit("within 0.01 and 100", lambda x: 0.01 <= x <= 100)]  # vLLM has no lower one
@@ -68,7 +68,7 @@ Port = Annotated[int, Limit("within 1 and 65535", lambda x: 1 <= x <= 65535)]
 
 
 def build(cls: type[T], **values: Any) -> T:
-    """Args from flags by name, wherever they stand: `build(Args, lr=1e-5, lora_rank=8)`; others have their defaults.
+    """Args from flags by name, wherever they stand: `build(Args, lr=1e-5, lora_rank=8)`. Others have their defaults.
 
     Raises TypeError for a flag that does not exist.
     """
@@ -89,7 +89,7 @@ def _changed(group: Any, values: dict[str, Any]) -> Any:
 
 
 def settled(group: T, **values: Any) -> T:
-    """A group of flags with `values` in the place of those that are "auto"; what is not in `values` stays "auto"."""
+    """A group of flags with `values` in the place of those that are "auto". What is not in `values` stays "auto"."""
     return _changed(group, {name: x for name, x in values.items() if vars(group)[name] == "auto"})
 
 

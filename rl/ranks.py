@@ -43,7 +43,7 @@ class Ranks:
         return self.rank == 0
 
     def own_slice(self, items: Sequence[T]) -> list[T]:
-        """This rank's contiguous share of a list. Shares differ by at most one item; `all_gather` restores the list."""
+        """This rank's contiguous share of a list. Shares differ by at most one item. `all_gather` restores the list."""
         return [items[i] for i in self.slice_of(len(items), self.data_rank)]
 
     def slice_of(self, n: int, data_rank: int) -> range:
@@ -79,7 +79,7 @@ class Ranks:
         return self.all_reduce_sum(own.new_zeros(size).index_copy(0, rows, own))
 
     def mean(self, x: torch.Tensor, mask: torch.Tensor) -> float:
-        """Mean of the entries of x with mask 1 on all data ranks, which must enter; 0 if there are none.
+        """Mean of the entries of x with mask 1 on all data ranks, which must enter, or 0 if there are none.
 
         Sums are taken in float64: equal float32 values have exactly their value as mean.
         """
@@ -94,7 +94,7 @@ class Ranks:
         return mean, squares / max(count - 1, 1)
 
     def send(self, parcels: Sequence[bytes]) -> list[bytes]:
-        """Give each data rank its parcel; returns what this rank gets from each. All data ranks must enter.
+        """Give each data rank its parcel. Returns what this rank gets from each. All data ranks must enter.
 
         Args: parcels, one for each rank.
         """
@@ -117,7 +117,7 @@ def die_with_launcher() -> None:
 
 def init_ranks() -> Ranks:
     """Join the process group: gloo on CPU, nccl (plus gloo for what is on the host) on CUDA. Without torchrun it is a
-    world of one; under torchrun, this process dies with it from here on.
+    world of one. Under torchrun, this process dies with it from here on.
     """
     die_with_launcher()
     if "RANK" not in os.environ:
@@ -147,7 +147,7 @@ def wait_without_end(group: dist.ProcessGroup) -> None:
 
 
 def memory_in_use(ranks: Ranks) -> int:
-    """Bytes in use on this rank's GPU, by any process, and not only cached by torch; 0 on a CPU."""
+    """Bytes in use on this rank's GPU, by any process, and not only cached by torch, or 0 on a CPU."""
     if ranks.device.type != "cuda":
         return 0
     torch.cuda.empty_cache()
@@ -158,12 +158,12 @@ def memory_in_use(ranks: Ranks) -> int:
 def final_barrier() -> None:
     """Wait for every rank before the process group is taken down."""
     dist.barrier(group=dist.group.WORLD)
-    # gloo's worker thread needs the GIL to free its last work; at the interpreter's exit it would abort.
+    # gloo's worker thread needs the GIL to free its last work. At the interpreter's exit it would abort.
     time.sleep(0.1 if dist.get_world_size() > 1 else 0.01)
 
 
 def shutdown_ranks() -> None:
-    """Leave the process group, if an engine has not ended it already; `init_ranks` may be called again."""
+    """Leave the process group, if an engine has not ended it already. `init_ranks` may be called again."""
     if dist.is_initialized():
         final_barrier()
         dist.destroy_process_group()

@@ -45,7 +45,7 @@ _state = _State()
 
 
 def start(max_hours: float | None = None) -> None:
-    """Take requests from now on; call it in the main thread. Until the first `arm` a signal ends the process."""
+    """Take requests from now on. Call it in the main thread. Until the first `arm` a signal ends the process."""
     end()
     _state.asked_at = time.monotonic() + 3600 * (max_hours or math.inf)
     for number in SIGNALS:
@@ -127,11 +127,11 @@ def hold() -> None:
 
 
 def exit_if_asked(group: dist.ProcessGroup) -> None:
-    """End this process, with exit code 0 or that of `ask`, if any rank of the group was asked to stop; all must enter.
+    """End this process, with exit code 0 or that of `ask`, if any rank of the group was asked to stop. All must enter.
     See `hold`.
     """
     if requested(group):
         for call in _state.leave:
             call()
         dist.barrier(group=group)
-        os._exit(_state.exit_code)  # workers and engines end with it; taking them down one by one could hang
+        os._exit(_state.exit_code)  # workers and engines end with it. Taking them down one by one could hang.

@@ -45,7 +45,7 @@ class EnvironmentFlags:
 
 
 def open_partner(flags: EnvironmentFlags, tokenizer: Any, stop_ids: Sequence[int]) -> Any:
-    """The partner of the policy that the flags ask for, see `rl.sampling.loop.Partner`; None without --environment
+    """The partner of the policy that the flags ask for, see `rl.sampling.loop.Partner`, or None without --environment
     and --tools. Raises ValueError for both of these, or as `hosted.HostedConversations`.
     """
     if flags.environment and flags.tools:
@@ -95,7 +95,7 @@ def with_json_arguments(message: dict) -> dict:
 
 
 def metrics_of(responses: Sequence[Any]) -> dict[str, float]:
-    """Metrics of conversations, see `outcome.metrics_of`; nothing without a partner of the policy."""
+    """Metrics of conversations, see `outcome.metrics_of`, or nothing without a partner of the policy."""
     if not any(r.outcome for r in responses):
         return {}
     from extras.agents import outcome

@@ -75,7 +75,7 @@ def _loaded(text: str, otherwise: Any = None) -> Any:
 
 
 def json_calls(values: Any) -> Calls:
-    """{"name": ..., "arguments" or "parameters": {...}}, or a list of such; with or without a "function" around it."""
+    """{"name": ..., "arguments" or "parameters": {...}}, or a list of such, with or without a "function" around it."""
     calls: Calls = []
     for x in values if isinstance(values, list) else [values]:
         x = x if isinstance(x, dict) else {}
@@ -88,7 +88,7 @@ def json_calls(values: Any) -> Calls:
 
 
 def _first_value(text: str, at: int = 0) -> tuple[Any, int]:
-    """The JSON value that begins there, and where it ends; None and the beginning if none does."""
+    """The JSON value that begins there, and where it ends, or None and the beginning if none does."""
     try:
         return _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):

@@ -152,7 +152,7 @@ class Chat:
         return text.removesuffix(stop), stop
 
     def _calls(self, reader: Reader | None, text: str, stop: str) -> Calls | None:
-        """A turn's calls, see `read`; None if transformers cannot read it by the tokenizer's response template."""
+        """A turn's calls, see `read`, or None if transformers cannot read it by the tokenizer's response template."""
         text = without_thoughts(text)
         if reader is not None:
             return reader(text, self.parameters)

@@ -66,14 +66,14 @@ class Conversations:
         return x.finish_reason == "stop"
 
     def answers(self, wait_s: float) -> list[tuple[Trajectory, list[int] | None]]:
-        """What environments have answered, as ids; None for a conversation that has ended."""
+        """What environments have answered, as ids, or None for a conversation that has ended."""
         answers = self.environments.answers(wait_s)
         # An answer that needs no process may be to a conversation that was given up meanwhile.
         return [(answer.key, self._heard(answer)) for answer in answers if answer.key in self.open]
 
     def _heard(self, answer: Answer) -> list[int] | None:
-        """The ids that an answer adds to its response; None if the conversation has ended, by an error or because the
-        messages leave no room for another token of the policy if `finish_reason` says so.
+        """The ids that an answer adds to its response, or None if the conversation has ended. Then `finish_reason`
+        becomes "error" after an error, and "length" if the messages leave no room for another token of the policy.
         """
         x, said = answer.key, self.open[answer.key]
         turns = len(said.turn_lengths)

@@ -3,7 +3,7 @@
     torchrun train_grpo.py --tools calculator.py                  functions that the policy may call
     torchrun train_grpo.py --environment game.py:Game --max-turns 8
 
-A user's class; every method but `step` may be missing, and each may be `async`:
+A user's class. Every method but `step` may be missing, and each may be `async`:
 
     class Environment:                            made anew for each response, in a process of its own
         tools = (calculate,)                      functions with types and docstring, or JSON schemas
@@ -88,7 +88,7 @@ class Environments:
         self.has_reset, self.tools = hello["has_reset"], hello["tools"]  # tools: JSON schemas
 
     def _launch(self) -> dict[str, Any]:
-        """Start the process from which those of the conversations are forked; returns its first message."""
+        """Start the process from which those of the conversations are forked. Returns its first message."""
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.process = children.start_worker("extras.agents.worker.main", theirs)
         flags = self.flags
@@ -108,7 +108,7 @@ class Environments:
         children.end_worker(self.process)
 
     def start(self, key: Hashable, row: Row, seed: int) -> None:
-        """Begin a conversation; its first answer is what `reset` says. Its process starts while the engine samples."""
+        """Begin a conversation. Its first answer is what `reset` says. Its process starts while the engine samples."""
         self.count += 1
         columns = {name: x for name, x in row.items() if name not in ("prompt_ids", "given")}
         x = self.open[key] = _Environment(self.count, columns)
@@ -129,7 +129,7 @@ class Environments:
         self._send(key, "step", Reply(text, numbered, turn))
 
     def answers(self, wait_s: float) -> list[Answer]:
-        """The answers that have come; waits for the first one for this many seconds at most."""
+        """The answers that have come. Waits for the first one for this many seconds at most."""
         answers, self.at_once = self.at_once, []
         for ready, _ in self.selector.select(0.0 if answers else wait_s):
             answers += self._receive(ready.data)
@@ -140,7 +140,7 @@ class Environments:
         return answers
 
     def end(self, key: Hashable) -> dict[str, Any]:
-        """Forget a conversation; returns its report, with the seconds it has waited for answers."""
+        """Forget a conversation. Returns its report, with the seconds it has waited for answers."""
         x = self.open.pop(key)
         self._close(x, kill=bool(x.asked_at))
         return x.report | {"seconds": round(x.waited_s, 6)}

@@ -189,7 +189,7 @@ def _answer(conversations: Conversations, connection: Connection) -> None:
 def _obey(
     conversations: Conversations, trajectories: dict[int, Trajectory], command: str, number: int, *values: Any
 ) -> list[tuple[Trajectory, None]]:
-    """Do what a message of the trainer says; returns the response if it has ended by that."""
+    """Do what a message of the trainer says. Returns the response if it has ended by that."""
     if command == "begin":
         row, sampling, seed = values
         x = trajectories[number] = Trajectory((number, 0), row, sampling, None)

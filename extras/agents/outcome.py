@@ -61,8 +61,8 @@ def turns_of(responses: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     """The score of each response by turns of the policy, and how many tokens it sampled in each of them: (B, K) float64
     and float32, K the most turns of a response.
 
-    The reward of a turn is what the environment gave with it; the rest of the score stands at the last turn, so all of
-    it where there is no environment. Behind the last turn the reward is NaN and the length 0; without a score all
+    The reward of a turn is what the environment gave with it. The rest of the score stands at the last turn, so all of
+    it where there is no environment. Behind the last turn the reward is NaN and the length 0. Without a score all
     rewards are NaN.
     """
     of_one = {"turns": 1, "rewards": []}  # of a response that is no conversation

@@ -51,7 +51,7 @@ def with_json_arguments(message: dict) -> dict:
 
 
 def _from_json(value: Any) -> Any:
-    """What a JSON text holds; anything else as it is."""
+    """What a JSON text holds, and anything else as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):

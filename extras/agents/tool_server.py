@@ -46,7 +46,7 @@ def _answer(url: str, ask: Callable[[Any], Any]) -> Any:
 
 
 def _text(part: Any) -> str:
-    """A part of a result as text; a part that is none is named, so that the policy knows of it."""
+    """A part of a result as text. A part that is none is named, so that the policy knows of it."""
     source = getattr(part, "resource", part)
     described = [str(x) for x in (getattr(source, "mime_type", None), getattr(source, "uri", None)) if x]
     name = " ".join([part.type.replace("_", " "), *described])

@@ -15,7 +15,7 @@ from extras.agents import tool_server
 from extras.agents.plain import plain
 from rl.scoring.worker import awaited, import_file
 
-MOST_CALLS = 32  # of a turn; the policy is told that more are not made
+MOST_CALLS = 32  # of a turn. The policy is told that more are not made.
 
 
 class Call(NamedTuple):
@@ -79,7 +79,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def load(environment: str | None, tools: Sequence[str], most: int) -> tuple[Callable[[], Any], list[Any], bool]:
-    """What makes an environment; its tools: functions, or schemas of them; and whether it has a `reset`. Raises
+    """What makes an environment, its tools (functions, or schemas of them), and whether it has a `reset`. Raises
     ValueError for a class that cannot answer, and whatever the files raise.
     """
     return _load_tools(tools, most) if environment is None else _load_class(environment, most)

@@ -12,7 +12,7 @@ from rl.formulas.shared import check_shapes
 
 
 def turn_returns(rewards: Tensor) -> Tensor:
-    """What was earned from a turn on; the same turn of the responses to a prompt is a group by itself.
+    """What was earned from a turn on. The same turn of the responses to a prompt is a group by itself.
 
     R_ik = sum_{l >= k} r_il. An estimator of rl/formulas/advantages.py compares turn k of response i with those of its
     group that have a turn k, as `grpo`: A_ik = (R_ik - mean_k) / (std_k + eps). A turn that no other response has is

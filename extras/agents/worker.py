@@ -1,6 +1,6 @@
 """The processes in which environments live: one for each conversation, forked from one that knows the user's file.
 
-They import the standard library and the user's file only. What the trainer sends are pickles; what goes back is JSON, a
+They import the standard library and the user's file only. What the trainer sends are pickles. What goes back is JSON, a
 line each, so that nothing an environment returns can do more than be data. An environment that hangs or dies costs its
 own conversation. See environments.py for the contract.
 """
@@ -29,7 +29,7 @@ CLOSE_SECONDS = 10  # that an environment's `close` may take
 
 
 def converse(connection: socket.socket, make: Callable[[], Any]) -> None:
-    """Let one environment answer, until the trainer closes the connection; does not return."""
+    """Let one environment answer, until the trainer closes the connection. This does not return."""
     requests, answers = connection.makefile("rb"), connection.makefile("w", encoding="utf-8", errors="replace")
     runner, environment = asyncio.Runner(), None
     with contextlib.suppress(EOFError, OSError):  # the trainer has closed the connection
@@ -38,7 +38,7 @@ def converse(connection: socket.socket, make: Callable[[], Any]) -> None:
             try:
                 environment = environment or make()
                 line = _answer(environment, method, arguments, runner.run)
-            except BaseException:  # an environment may raise anything, SystemExit included; the conversation ends
+            except BaseException:  # an environment may raise anything, SystemExit included. The conversation ends.
                 line = json.dumps({"problem": traceback_text()})
             print(line, file=answers, flush=True)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -76,7 +76,7 @@ def _answer(environment: Any, method: str, arguments: tuple, run: Callable[[Any]
 
 
 def main() -> None:
-    """The first message names the user's files; the others start or end processes."""
+    """The first message names the user's files. The others start or end processes."""
     control = guard.begin_worker()
     make = _load(control)
     by_user, processes = guard.children_of_this(), {}  # started by the user's file; of conversations, by their number

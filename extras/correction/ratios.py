@@ -6,7 +6,7 @@ B sequences, T tokens. There are three ratios, with x_t = old_logp_t - rollout_l
     sequence   exp(sum_t x_t)      of the whole response, the same on all its tokens
     geometric  exp(sum_t x_t / L)  the mean of its tokens, for each of them
 
-Every weight and mask multiplies the policy loss of a token; the denominators of the loss stay as they are. Every
+Every weight and mask multiplies the policy loss of a token. The denominators of the loss stay as they are. Every
 function is pure, keeps the floating dtype that it is given, and asserts the shapes that it expects. A mask is 1 on
 tokens that the policy sampled. What stands where it is 0, NaN included, never reaches a result.
 """
@@ -98,7 +98,7 @@ def probability_mask(logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, thresh
     """0 on tokens whose probability is no longer what it was when they were sampled, else 1.
 
     0 where |exp(logp_t) - exp(rollout_logp_t)| > threshold, whatever the sign of the advantage. A rare token may have a
-    ratio far from 1 and hardly another probability; bounds of the ratio leave it out, this does not.
+    ratio far from 1 and hardly another probability. Bounds of the ratio leave it out, this does not.
 
     Args: logp, rollout_logp, mask (B, T). Returns: (B, T), 1 where mask is 0, without gradient.
     Source: INTELLECT Policy Optimization (IPO), docs.primeintellect.ai/prime-rl/ipo.

@@ -47,7 +47,7 @@ def _vocabulary(*paths: str) -> int:
 
 
 def load_teacher(flags: Teacher, ranks: Ranks, memory: Memory, *, student: str, longest: int) -> nn.Module:
-    """The model of --teacher-model, frozen; an empty one if it is behind --teacher-url. Its `vocabulary` is how many
+    """The model of --teacher-model, frozen, or an empty one if it is behind --teacher-url. Its `vocabulary` is how many
     tokens it and the student both know. All ranks must enter.
     """
     if flags.teacher_url:
@@ -67,9 +67,9 @@ def add_teacher(
     """The batch with the teacher's log-probs of its sampled tokens, `ref_logp` (B, T). If top_k is not 0, the columns
     `top_ids` and `top_logp` (B, T, K) have the most likely tokens and their log-probs. All are 0 where the mask is 0.
 
-    A loaded teacher's probabilities of the tokens that it and the student both know add up to 1. top_k is K; -1: all
-    these tokens, not with a server. All ranks must enter. Raises ValueError if a server refuses a request, RuntimeError
-    if it fails, or if the student has sampled a token that a loaded teacher does not have.
+    A loaded teacher's probabilities of the tokens that it and the student both know add up to 1. top_k is K. -1 means
+    all these tokens, not with a server. All ranks must enter. Raises ValueError if a server refuses a request,
+    RuntimeError if it fails, or if the student has sampled a token that a loaded teacher does not have.
     """
     if flags.teacher_url:
         logp, ids, logps = server.ask(flags, batch, model.vocabulary, top_k)

@@ -1,6 +1,6 @@
 """The plain engine: a replica of the policy in transformers and a sampling loop with a KV cache.
 
-Slow, dependency-free, easy to trust. Requests are sampled in batches of `max_num_seqs`; those that come later wait for
+Slow, dependency-free, easy to trust. Requests are sampled in batches of `max_num_seqs`. Those that come later wait for
 the end of the batch.
 """
 
@@ -47,7 +47,7 @@ class Engine(base.Engine):
         eos = self.model.generation_config.eos_token_id
         eos = self.model.config.get_text_config().eos_token_id if eos is None else eos
         self.eos_token_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
-        # (b, t) of a batch, prompts padded on the left; positions may be (3, b, t). Its rows name requests in flight.
+        # (b, t) of a batch, prompts padded on the left. Positions may be (3, b, t). Its rows name requests in flight.
         self.ids = self.attention_mask = self.positions = self.cache = None
         self.generators: dict[int, random.Random] = {}  # of those with a seed of their own
 
@@ -136,7 +136,8 @@ class Engine(base.Engine):
         if not greedy.all():
             drawn = torch.multinomial(logp.exp(), 1)[:, 0]
             if own := [i for i in self.generators if i in self.in_flight]:
-                # The first token whose cumulative probability is above a random number; one call of torch for all rows.
+                # The first token whose cumulative probability is above a random number. This is one call of torch for
+                # all rows.
                 below = logp[own].double().exp().cumsum(-1)
                 numbers = torch.tensor([[self.generators[i].random()] for i in own], dtype=torch.float64)
                 drawn[own] = torch.searchsorted(below, numbers.to(below) * below[:, -1:], right=True)[:, 0]

@@ -65,13 +65,13 @@ def auto_class(path: str) -> Any:
 
 
 def prompts_for_vllm(path: str) -> Any:
-    """How vLLM reads prompts for the model in `path`, see `rl.sampling.engines.vllm.Prompts`; None for text alone."""
+    """How vLLM reads prompts for the model in `path`: `rl.sampling.engines.vllm.Prompts`, or None for text alone."""
     config = _config(path)
     return _room("vision").prompts_for_vllm(path, config) if _sees(config) else None
 
 
 def tower_of(model: Any) -> tuple[str, Any] | None:
-    """The vision tower of a model and its name; None if it has none."""
+    """The vision tower of a model and its name, or None if it has none."""
     return _room("vision").tower_of(model) if _sees(model.config) else None
 
 
@@ -93,12 +93,12 @@ def prepare(model: Any) -> None:
 
 
 def count_experts(config: Any) -> int:
-    """Experts of a layer by the config; 0 if its class has no such number."""
+    """Experts of a layer by the config, or 0 if its class has no such number."""
     return next((n for name in COUNTS if (n := getattr(config.get_text_config(), name, None))), 0)
 
 
 def shape_of(path: str) -> tuple[int, int, int]:
-    """Layers, experts that a token gets in each, and experts of a layer, by a model's config; 0 without experts."""
+    """Layers, experts that a token gets in each, and experts of a layer, by a model's config, or 0 without experts."""
     config = _config(path).get_text_config()
     return getattr(config, "num_hidden_layers", 0), getattr(config, "num_experts_per_tok", 0), count_experts(config)
 
@@ -118,7 +118,7 @@ def check_routed(path: str, flag: str) -> None:
 
 def routing_in_vllm(path: str, ranks: Any) -> Any:
     """numpy's type of the numbers of experts that vLLM returns for the model in `path`. None where vLLM does not tell
-    which experts it has chosen; the first rank says why.
+    which experts it has chosen. The first rank says why.
     """
     return _room("experts").routing_in_vllm(path, ranks)
 

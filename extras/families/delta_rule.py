@@ -25,7 +25,7 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, borders:
 
 
 def unit(x: Tensor) -> Tensor:
-    """x / sqrt(sum of x^2 + 1e-6) along the last dimension, as the kernels would do; but theirs is tuned again, for
+    """x / sqrt(sum of x^2 + 1e-6) along the last dimension, as the kernels would do, but theirs is tuned again, for
     10 s, for every 65,536 vectors that a batch has more.
     """
     n = x.shape[-1]

@@ -7,7 +7,7 @@ A router gives the hidden state x of a token a score for each of E experts, and 
 
 Engine and trainer round differently, so some tokens get other experts in the trainer than they had in the engine, and
 other log-probs. With router replay S is what the engine chose, and g is computed from the trainer's own p, which keeps
-its gradient (Ma et al. 2025, arXiv 2510.11370, "rollout routing replay"; R3 in verl).
+its gradient (Ma et al. 2025, arXiv 2510.11370, "rollout routing replay", which verl calls R3).
 
 The auxiliary loss is least where all experts have as much to do as the others:
 
@@ -165,7 +165,7 @@ def _route(router: nn.Module, own_forward, hidden: Tensor, *args: Any, **kwargs:
 
 
 class _AddLoss(torch.autograd.Function):
-    """x as it is; in the backward pass a loss, a number, is added to that from which x has its gradient."""
+    """x as it is. In the backward pass a loss, a number, is added to that from which x has its gradient."""
 
     @staticmethod
     def forward(ctx, x, loss):
@@ -179,7 +179,7 @@ class _AddLoss(torch.autograd.Function):
 
 
 def unevenness(logits: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """The auxiliary loss of a layer times the sum of `weights` (N,), which are 0 for padding and else alike; logits
+    """The auxiliary loss of a layer times the sum of `weights` (N,), which are 0 for padding and else alike. Logits
     (N, E), chosen experts (N, k).
     """
     is_real = (weights > 0).float()
@@ -192,7 +192,7 @@ def unevenness(logits: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
 
 def gates_of(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
     """g of experts (N, k) that a router with these logits (N, E) would give if it chose them: (N, k) float32."""
-    is_sigmoid = hasattr(router, "e_score_correction_bias")  # DeepSeek-V3 and its heirs; the bias only helps to choose
+    is_sigmoid = hasattr(router, "e_score_correction_bias")  # DeepSeek-V3 and its heirs. The bias only helps to choose.
     scores = logits.float().sigmoid() if is_sigmoid else logits.float().softmax(-1)
     gates = scores.gather(-1, experts)
     if getattr(router, "norm_topk_prob", True):
@@ -223,7 +223,7 @@ def check_gates(routers: tuple[tuple[int, nn.Module], ...], seen: dict[int, list
 
 @torch.no_grad()
 def describe(seen: dict[int, list[Choice]], ranks: Ranks) -> dict[str, float]:
-    """Metrics of what routers chose, over the tokens of all ranks, which must enter; means are over tokens and layers.
+    """Metrics of what routers chose, over the tokens of all ranks, which must enter. Means are over tokens and layers.
 
     router/load_max       tokens of the busiest expert of a layer, by those of an average one: 1 if all are alike
     router/entropy        of softmax(W x), in nats, at most log E

@@ -42,7 +42,7 @@ class Recurrent(Family):
         self.mixers, self.apart = mixers, ""
 
     def use(self, apart: Apart) -> None:
-        """Keep packed sequences apart in this way from now on; the model's own forward has none."""
+        """Keep packed sequences apart in this way from now on. The model's own forward has none."""
         self.apart, self.shares_beginnings = apart, apart == ""
         separate(self.mixers, "", None)
 
@@ -72,7 +72,7 @@ class Recurrent(Family):
         separate(self.mixers, self.apart, passes[0].inputs.get("packing"))
 
     def own_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """As they are; one sequence has nothing to be kept apart from."""
+        """As they are. One sequence has nothing to be kept apart from."""
         separate(self.mixers, "", None)
         return inputs
 
@@ -88,7 +88,7 @@ class Places(NamedTuple):
 
     borders: Tensor  # (b + 1,) int32
     row: Tensor  # (1, N) int32, the sequence of each token
-    index: Tensor  # (b, L) int64 in the packed row; 0 where there is padding
+    index: Tensor  # (b, L) int64 in the packed row, or 0 where there is padding
     back: Tensor  # (N,) int64, the place of each token in index, flattened
 
 
@@ -114,7 +114,7 @@ def _is_along_tokens(module: nn.Module) -> bool:
 
 
 def know_borders(mixers: tuple[nn.Module, ...], device: torch.device) -> str:
-    """Let the convolutions of these layers know borders; and the delta rule be one operation, if all these layers may
+    """Let the convolutions of these layers know borders, and the delta rule be one operation, if all these layers may
     have kernels that take borders. Returns "" then, or why not: the delta rule is then plain torch that nothing
     compiles. Raises ValueError if kernels that another model runs by are wrong for this one.
     """
@@ -156,7 +156,7 @@ def _has_kernels(package: str, device: torch.device) -> bool:
 
 def separate(mixers: tuple[nn.Module, ...], apart: Apart, packing: Packing | None) -> None:
     """Let the next forward pass, and what its backward pass computes again, keep the sequences of a packed row apart in
-    these layers; none if the model runs padded.
+    these layers, or None if the model runs padded.
     """
     if not mixers:
         return

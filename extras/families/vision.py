@@ -33,7 +33,7 @@ def class_of(config: PreTrainedConfig) -> Any:
 
 
 def prompts_for_vllm(path: str, config: PreTrainedConfig) -> Any:
-    """How vLLM reads prompts for the model in `path`; None if that is as for a model of text."""
+    """How vLLM reads prompts for the model in `path`, or None if that is as for a model of text."""
     from extras.families import vision_in_vllm
 
     if class_of(config) is AutoModelForImageTextToText:
@@ -43,7 +43,7 @@ def prompts_for_vllm(path: str, config: PreTrainedConfig) -> Any:
 
 
 def tower_of(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """The vision tower of a model and its name; None if it has none."""
+    """The vision tower of a model and its name, or None if it has none."""
     for name in TOWERS:
         if isinstance(getattr(decoder := model.base_model, name, None), nn.Module):
             return next((full, x) for full, x in model.named_modules() if x is getattr(decoder, name))
@@ -130,7 +130,7 @@ class Vision(Family):
         inputs = {"input_ids": tokens}
         if not numbers:
             return inputs
-        # The next pass puts features here; -1 is no placeholder of any kind.
+        # The next pass puts features here. -1 is no placeholder of any kind.
         self.model.base_model.marked_ids = torch.where(features, self.images.processor.feature_token_id, -1)
         parts = [self.images.inputs(k) for k in numbers]
         for name in parts[0]:
@@ -175,7 +175,7 @@ def make(model: nn.Module) -> Vision | None:
 def prepare(model: nn.Module) -> None:
     """Let the model put features where `Vision.inputs_of` says."""
     decoder = model.base_model
-    for name in ("get_placeholder_mask", "inputs_merger"):  # of transformers; SmolVLM has the other name
+    for name in ("get_placeholder_mask", "inputs_merger"):  # of transformers. SmolVLM has the other name.
         if hasattr(decoder, name):
             setattr(decoder, name, functools.partial(_at_places, decoder, getattr(decoder, name)))
 

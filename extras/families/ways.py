@@ -21,7 +21,7 @@ from rl.model.family import Pass
 from rl.model.self_test import Trial
 
 SIMILAR = 0.8  # a row shorter than this share of the longest one in its padded pass begins the next pass
-# How recurrent layers keep sequences apart, and that in words; those of the first one share beginnings
+# How recurrent layers keep sequences apart, and that in words. Those of the first one share beginnings
 APART = {"": "", "borders": ", nothing shared", "rows": " but in recurrent layers"}
 
 
@@ -40,7 +40,7 @@ WAYS = {  # by name, the fastest first
 
 
 def family(model: nn.Module, name: str) -> Any:
-    """A model's family of this name; None if it does not belong to it."""
+    """A model's family of this name, or None if it does not belong to it."""
     return next((x for x in model.packed.families if type(x).__module__.endswith(f".{name}")), None)
 
 
@@ -112,7 +112,7 @@ def pad(batch: Batch, model: nn.Module) -> tuple[list[Pass], Tensor]:
         real = torch.arange(width, device=ids.device) < batch.lengths[rows][:, None]
         passes.append(_pass(ids[rows, :width], real, rows))
         start += len(rows) * width
-    if not model.packed.is_whole:  # every pass is a collective of all ranks; one without work runs a single token
+    if not model.packed.is_whole:  # every pass is a collective of all ranks. One without work runs a single token.
         most = torch.tensor(len(passes), device=ids.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=dist.group.WORLD)
         one = _pass(ids[:1, :1], torch.ones_like(ids[:1, :1], dtype=torch.bool), [0])
@@ -126,7 +126,7 @@ def _pass(ids: Tensor, real: Tensor, rows: list[int]) -> Pass:
 
 
 class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
-    """What a decoder returns; any field but hidden states is None."""
+    """What a decoder returns. Any field but hidden states is None."""
 
     def __getattr__(self, name):
         return None

@@ -43,7 +43,7 @@ def check_pixels() -> None:
 
 
 def of_row(tokenizer: Any, row: Mapping[str, Any]) -> Any:
-    """The images of a row, see `rows.RowImages`; None if it has none."""
+    """The images of a row, see `rows.RowImages`, or None if it has none."""
     if not row.get("images"):
         return None
     from extras.images.rows import RowImages

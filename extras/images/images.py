@@ -23,7 +23,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from extras.images import FIRST
 from extras.images.pixels import UNREADABLE, Source, opened, rgb, upright_size
 
-MAX_PIXELS = 2**26  # of an image file; more may be a decompression bomb
+MAX_PIXELS = 2**26  # of an image file. More may be a decompression bomb.
 INPUT_BYTES = 2**31  # of the inputs of images that are kept, those that were used last
 
 
@@ -61,7 +61,7 @@ class Images:
 
     def read(self, column: Any, where: str, folder: Path) -> list[int]:
         """The numbers of the images in a row's column: paths (as they are, or from the `folder` of the data file),
-        dicts with `bytes`, `path` or `image`, or PIL images; one or a list. Raises ValueError naming the row for one
+        dicts with `bytes`, `path` or `image`, or PIL images, one or a list. Raises ValueError naming the row for one
         that is not there or cannot be read.
         """
         sources = column if isinstance(column, list) else [column]
@@ -90,7 +90,7 @@ class Images:
         return self._numbers[key]
 
     def check_pixels(self) -> None:
-        """Decode the images that were read since the last call; of several ranks, each decodes some. Raises ValueError
+        """Decode the images that were read since the last call. Of several ranks, each decodes some. Raises ValueError
         naming the place of one that is broken.
         """
         rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
@@ -124,7 +124,7 @@ class Images:
             raise ValueError(f"{what}; use a model that sees, or leave such rows out")
         try:
             processor = _without_videos(model, tokenizer, config)
-            # what a model replaces by features of an image; older configs have the other name
+            # what a model replaces by features of an image. Older configs have the other name
             processor.feature_token_id = getattr(config, "image_token_id", None) or config.image_token_index
         except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
             reason = str(error).strip().splitlines()[0]

@@ -46,7 +46,7 @@ def leave_one_out(means: Any) -> tuple[Any, Any]:
 
 
 def accuracies_of(responses: Any) -> Any:
-    """How right each response is, (B,) float32 within 0 and 1: see `Score.accuracy`; NaN without a score."""
+    """How right each response is, (B,) float32 within 0 and 1: see `Score.accuracy`, or NaN without a score."""
     from extras.implicit_rewards import accuracy
 
     return accuracy.accuracies_of(responses)

@@ -10,7 +10,7 @@ from rl.data.types import Sample
 
 
 def accuracies_of(responses: Sequence[Sample]) -> Tensor:
-    """How right each response is, (B,) float32 within 0 and 1: see `Score.accuracy`; NaN without a score."""
+    """How right each response is, (B,) float32 within 0 and 1: see `Score.accuracy`, or NaN without a score."""
     scores = [x.score for x in responses]
     return torch.tensor([math.nan if x.value is None else x.accuracy for x in scores]).clamp(0, 1)
 
@@ -18,7 +18,7 @@ def accuracies_of(responses: Sequence[Sample]) -> Tensor:
 def order_accuracy(log_ratios: Tensor, accuracies: Tensor) -> Tensor:
     """How often the reward model puts two responses to a prompt into the right order: a scalar.
 
-    Each pair of a group weighs as much as its accuracies differ; a group without a difference counts as 0.5.
+    Each pair of a group weighs as much as its accuracies differ. A group without a difference counts as 0.5.
 
     Args: log_ratios, accuracies (P, G), NaN = not scored. Source: the code of PRIME's authors; verl's
     `compute_dpo_accuracy` (recipe/prime) leaves the last token of a response out.

@@ -14,8 +14,8 @@ from torch import Tensor
 def leave_one_out(means: Tensor) -> tuple[Tensor, Tensor]:
     """The two numbers that compare the token rewards r of a response with its group: r * factor - baseline.
 
-    factor = n / (n - 1), baseline = (sum of the group's means) / (n - 1), for n scored responses in the group; 1 and 0
-    if n is 1. Averaged over the tokens of a response, r * factor - baseline is its own mean minus that of the others.
+    factor = n / (n - 1), baseline = (sum of the group's means) / (n - 1), for n scored responses in the group, or 1 and
+    0 if n is 1. Averaged over the tokens of a response, r * factor - baseline is its own mean minus that of the others.
 
     Args: means (P, G), of the token rewards of each response, NaN = not scored. Returns: factors and baselines (P, G),
     0 where not scored.

@@ -27,7 +27,7 @@ class RewardModelFlags:
 
     @property
     def units(self) -> dict[str, int]:
-        """Tokens of what a pass of the reward model never divides, by what it is; empty without a reward model."""
+        """Tokens of what a pass of the reward model never divides, by what it is. It is empty without one."""
         what = "one conversation of --reward-model-max-length"
         return {what: self.reward_model_max_length} if self.reward_model else {}
 

@@ -60,7 +60,7 @@ def prepare_like(
 
 
 def _shape_of(row: Row) -> tuple:
-    """The roles and fields of a row's prompt, which decide what most templates drop of it; () for a string."""
+    """The roles and fields of a row's prompt, which decide what most templates drop of it, or () for a string."""
     messages = row["prompt"] if isinstance(row["prompt"], list) else []
     return (bool(row.get("tools")), *((x["role"], *x) for x in messages))
 

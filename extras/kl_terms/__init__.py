@@ -37,7 +37,7 @@ class KLTerms:
         return self.use_kl_in_reward or self.use_kl_loss
 
     def first_coef(self, state: dict[str, Any]) -> float:
-        """The first weight of the KL in the reward; `state` is what a checkpoint has of the loop, {} in a new run."""
+        """The first weight of the KL in the reward. `state` is what a checkpoint has of the loop, {} in a new run."""
         return state.get("kl_coef", self.kl_coef) if self.kl_ctrl_type == "adaptive" else self.kl_coef
 
     def check(self, flags: Mapping[str, Any]) -> None:

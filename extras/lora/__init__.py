@@ -1,7 +1,7 @@
 """LoRA: small matrices learn beside the weights of a model, which stay as they are.
 
 `LoRA` is the group of flags about what learns. The core knows it as an `rl.model.roles.Learning`, and a model with
-adapters has a family that stands in adapters.py; experts.py adds adapters to the experts of a mixture.
+adapters has a family that stands in adapters.py. experts.py adds adapters to the experts of a mixture.
 """
 
 from collections.abc import Mapping

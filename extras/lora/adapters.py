@@ -45,7 +45,7 @@ class Adapters(Family):
     alpha: int
     targets: tuple[str, ...]  # last parts of the names of the layers that have them
     base: str  # id or folder of the model without adapters
-    base_sha256: str  # of its weights; on rank 0 only
+    base_sha256: str  # of its weights, on rank 0 only
     has_expert_adapters: bool = False
 
     @contextlib.contextmanager
@@ -85,7 +85,7 @@ class Adapters(Family):
         folder = folder / f"adapter{suffix}"
         folder.mkdir(parents=True)
         is_lm = self.model.can_generate()
-        # If a model has experts, PEFT takes layers of these names for theirs; it finds the right ones as parameters.
+        # If a model has experts, PEFT takes layers of these names for theirs. It finds the right ones as parameters.
         has_experts = bool(experts.experts_of(self.model))
         renamed = [x for x in self.targets if has_experts and x.rpartition(".")[2] in EXPERT_NAMES]
         parameters = [f"experts.{weight}" for weight in experts.WEIGHTS] if self.has_expert_adapters else []
@@ -153,7 +153,7 @@ ADAPTED = (Adapted, ExpertAdapter)  # what can be switched off
 def layers_of(
     model: nn.Module, targets: Sequence[str], *, freeze_vision_tower: bool = True, flag: str = "--model"
 ) -> list[str]:
-    """Names of the linear layers that `targets` means; never the head, which stands directly below the model, nor those
+    """Names of the linear layers that `targets` means, never the head, which stands directly below the model, nor those
     of a vision tower that is frozen or has nothing to see. Raises ValueError, which names the target and what there is,
     if one means no layer.
     """
@@ -201,7 +201,7 @@ def add(model: nn.Module, lora: LoRA, *, path: str, seed: int, hashed: bool = Fa
     """Freeze a model on the host, with weights from `path`, and give it adapters that add nothing yet, in float32 at
     least. A score head beside them learns as a whole. Returns: their family.
 
-    `seed` is that of A; `hashed`: take the hash of the weights. Raises ValueError as `layers_of`.
+    `seed` is that of A. `hashed`: take the hash of the weights. Raises ValueError as `layers_of`.
     """
     base_sha256 = hash_of(model) if hashed else ""
     names = layers_of(model, lora.target_modules, freeze_vision_tower=lora.freeze_vision_tower)

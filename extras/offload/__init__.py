@@ -24,7 +24,7 @@ class OffloadFlags:
 
     @property
     def home(self) -> Any:
-        """What keeps a sharded model in host memory, see `rl.model.sharding.Memory`; None if it stays on the device."""
+        """What keeps a sharded model in host memory, see `rl.model.sharding.Memory`, or None if nothing does."""
         if self.param_offload is not True:
             return None
         from extras.offload import host

@@ -36,7 +36,7 @@ def onload(model: nn.Module, device: torch.device, optimizer: torch.optim.Optimi
     model.to(device)
     for state in optimizer.state.values() if optimizer else ():
         for kind, x in state.items():
-            if kind != "step":  # a number; AdamW wants it on the device if fused, on the host if not
+            if kind != "step":  # a number. AdamW wants it on the device if fused, on the host if not.
                 state[kind] = x.to(device)
 
 

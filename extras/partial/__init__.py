@@ -32,7 +32,7 @@ class PartialRollouts:
             raise ValueError(f"{flag} and {other} exclude each other; leave one of them out")
 
     def sampler(self) -> Callable[..., Any] | None:
-        """What makes the sampler that the flag asks for, as `rl.sampling.sampler.Sampler`; None without the flag."""
+        """What makes the sampler that the flag asks for, as `rl.sampling.sampler.Sampler`, or None without the flag."""
         if not self.partial_rollouts:
             return None
         from functools import partial

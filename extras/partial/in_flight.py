@@ -1,4 +1,4 @@
-"""Partial rollouts: a step does not wait for its longest responses; they go on in the next one.
+"""Partial rollouts: a step does not wait for its longest responses. They go on in the next one.
 
 With a share F, F * P more groups are sampled than a step trains on. When P are complete, the engine stops. The others
 wait for the next step with the tokens that they have, and go on with its weights: so a response may have tokens of

@@ -52,7 +52,7 @@ def check_groups(groups: Sequence[dict[str, Any]]) -> None:
 
 
 def restore(loop: Loop, name: Hashable, row: Row, sampling: Sampling, saved: dict[str, Any]) -> list[Sample]:
-    """Go on with a saved group, which the engine gets at the next `loop.resume`; returns its samples if it is complete.
+    """Go on with a saved group, which the engine gets at the next `loop.resume`. Returns its samples if it is complete.
     It begins again if the prompt or `sampling.n` are no longer the same, or a response is too long for
     `sampling.max_tokens`.
     """

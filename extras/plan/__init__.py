@@ -68,7 +68,7 @@ class Settled(NamedTuple):
 
 
 def budget_of(memory: Any) -> tuple[str, Any]:
-    """The name and the value of the flag that limits the tokens of a micro-batch; the value may be "auto"."""
+    """The name and the value of the flag that limits the tokens of a micro-batch. The value may be "auto"."""
     return next((name, value) for name, value in vars(memory).items() if name.endswith("max_token_len_per_gpu"))
 
 
@@ -81,7 +81,7 @@ def with_values(memory: Any, values: dict[str, Any]) -> Any:
 
 
 def hardware() -> Hardware | None:
-    """What this rank sees; None without a GPU."""
+    """What this rank sees, or None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():

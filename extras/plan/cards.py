@@ -19,7 +19,7 @@ class Card(NamedTuple):
 
     name: str
     gib: float  # of memory that CUDA shows, in GiB
-    tflops: float = 0  # dense bfloat16, in 1e12 operations per second; 0: unknown, as all that follows but the host
+    tflops: float = 0  # dense bfloat16, in 1e12 operations per second. 0 means unknown, as all below but the host
     memory_gb_s: float = 0  # to the card's memory
     link_gb_s: float = 0  # to another GPU of the same host, in one direction
     bus_gb_s: float = 0  # to the host, in one direction

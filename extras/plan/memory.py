@@ -29,7 +29,7 @@ from typing import NamedTuple
 from extras.plan.sizes import Sizes
 
 GIB = 2**30
-ALONE, TOGETHER = 2.5 * GIB, 3.5 * GIB  # what CUDA, compiled code and graphs take; and with NCCL
+ALONE, TOGETHER = 2.5 * GIB, 3.5 * GIB  # what CUDA, compiled code and graphs take, and with NCCL
 WITHOUT_ENGINE = 1.5 * GIB  # of these, if there is no engine
 CONTEXT = 1 * GIB  # of these, what is there when the engine starts
 ENGINE = 1 * GIB  # of vLLM besides weights and KV cache
@@ -44,9 +44,9 @@ class Model:
     """A model that a run holds on each rank, spread over those that share a copy."""
 
     sizes: Sizes
-    rank: int = 0  # of adapters; 0: all weights learn
+    rank: int = 0  # of adapters. 0 means that all weights learn
     is_frozen: bool = False
-    is_away: bool = False  # on the host while the engine samples; a frozen one also while the policy learns
+    is_away: bool = False  # on the host while the engine samples. A frozen one also while the policy learns.
     tower_learns: bool = False
 
     @property

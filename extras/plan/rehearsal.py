@@ -37,11 +37,11 @@ def rehearse(
     offloaded: Sequence[str] = (),
     visiting: nn.Module | None = None,
 ) -> tuple[Any, str]:
-    """Take the first of `ways` that fits, after forward and backward of the largest micro-batch that it can have;
-    nothing is learned. Small micro-batches tell beforehand whether a large one fits. All ranks must enter.
+    """Take the first of `ways` that fits, after forward and backward of the largest micro-batch that it can have.
+    Nothing is learned. Small micro-batches tell beforehand whether a large one fits. All ranks must enter.
 
     The engine must be asleep, and what else stays on the device, such as a reference, must be there. Weights stay where
-    they are. A way that recomputes more changes the models; moments are left to the caller.
+    they are. A way that recomputes more changes the models. moments are left to the caller.
 
     Args: trained, offloaded, visiting, as for `Run.begin`; the policy is "actor". ways, groups of memory flags, with
     the first of which `trained` was loaded; max_length, of a sequence; engine_memory, bytes that the engine takes when

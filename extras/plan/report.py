@@ -49,7 +49,7 @@ class Plan(NamedTuple):
 
     @property
     def hours(self) -> float | None:
-        """From the command to the end; None if it is not known how many steps there are."""
+        """From the command to the end, or None if it is not known how many steps there are."""
         if self.work.steps is None or self.step is None:
             return None
         total = self.start_s + self.work.steps * self.step.seconds + self.work.evaluations * self.evaluation_s

@@ -93,7 +93,7 @@ class Lengths(NamedTuple):
 def generate_s(engine: Engine, card: Card, lengths: Lengths, n: int, *, slots: int, prompts: float) -> float:
     """Seconds in which an engine answers: n responses to `prompts` prompts, at most `slots` at a time.
 
-    While more are waiting, all slots are full. Then they become empty as responses end; the last ones decide how long
+    While more are waiting, all slots are full. Then they become empty as responses end. The last ones decide how long
     that takes.
     """
     at = np.linspace(0, lengths.limit, 65)
@@ -185,7 +185,7 @@ def step_s(model: Model, load: Load, way: Way, card: Card) -> float:
 
 
 def push_s(policy: Sizes, *, sleeps: bool, to_others: bool = False) -> float:
-    """Seconds in which engines wake and get the policy's weights; `to_others`, whether these are other processes."""
+    """Seconds in which engines wake and get the policy's weights. `to_others`, whether these are other processes."""
     return 0.05 + (0.1 if sleeps else 0.0) + 2 * policy.total / (2e9 if to_others else 40e9)
 
 

@@ -6,13 +6,13 @@ lengths of responses.
     python -m extras.plan.simulation --report runs/partial_rollouts/report.json     # what it says of measured runs
 
 With n responses open, one more token of each takes `base + sequence * n` milliseconds: reading the weights, and what a
-response adds. Lengths are geometric with mean M, cut at L. A step needs P groups of G responses; with a share F there
+response adds. Lengths are geometric with mean M, cut at L. A step needs P groups of G responses. With a share F there
 are P (1 + F) in flight, and a step ends when P are complete, the oldest of which it takes, as
 extras/partial/in_flight.py. Then come the update, `update` milliseconds a thousand tokens that are trained on, `fixed`
 seconds for everything else, and, in the next step, reading again what interrupted responses have, `read` milliseconds a
 thousand tokens.
 
-Pools (train_async.py): samplers stop only when --max-staleness lets them sample nothing more; see `pools`.
+Pools (train_async.py): samplers stop only when --max-staleness lets them sample nothing more, see `pools`.
 """
 
 import json
@@ -51,7 +51,7 @@ class Args:
     gpus: tuple[int, ...] = (2, 8)
     """Numbers of GPUs to compare, with P groups each."""
     steps: int = 60
-    """Steps that are simulated; the first third is left out."""
+    """Steps that are simulated. The first third is left out."""
     report: Path | None = None
     """report.json of benchmarks/partial_rollouts.py: fit its decoding speed, and compare."""
 
@@ -128,7 +128,7 @@ def pools(
     """Tokens a second of train_async.py, which trains on `batch` groups in a step, by default P for each of its GPUs.
 
     Version v may sample the groups below P (v + 1 + S), and step v needs all groups below P (v + 1). New responses go
-    round the samplers, from that with the fewest on; after a push a sampler first reads again what it has in flight.
+    round the samplers, from that with the fewest on. After a push a sampler first reads again what it has in flight.
     """
     random, batch = np.random.default_rng(0), batch or args.prompts * (samplers + trainers)
     open_of = np.zeros(batch * (args.steps + staleness + 1), int)  # responses of a group that are not complete
@@ -185,7 +185,7 @@ def fitted(args: Args, report: dict) -> Args:
 
 
 def main(args: Args) -> dict[str, float]:
-    """Print the table; returns the share of the synchronous time for each F."""
+    """Print the table. Returns the share of the synchronous time for each F."""
     measured: dict[float, float] = {}
     if args.report is not None:
         report = json.loads(args.report.read_text())

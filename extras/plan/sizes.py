@@ -28,12 +28,12 @@ class Layer:
 
     parameters: int
     experts: int = 0  # of these parameters, the weights of experts
-    # widths of what linear layers give together, of experts those that a token gets; without the last one if that is
+    # widths of what linear layers give together, of experts those that a token gets, without the last one if that is
     # added to the residual, since no gradient needs it
     results: int = 0
     inner: int = 0  # width of what the last linear layer takes: the intermediate size, of all experts of a token
     attention: int = 0  # width of what attention, or a recurrent layer, gives
-    cache: int = 0  # entries of its keys and values; 0 if it has none
+    cache: int = 0  # entries of its keys and values, or 0 if it has none
     window: float = math.inf  # tokens whose keys and values it keeps
     state: int = 0  # entries of its recurrent state, for one sequence
     adapted: tuple[tuple[int, int], ...] = ()  # (entries in, entries out) of its linear layers that get adapters
@@ -47,12 +47,12 @@ class Sizes:
     layers: tuple[Layer, ...]
     root: int  # parameters that are in no decoder layer: embedding, norm, head, and a vision tower
     tower: int  # of these, parameters of the vision tower
-    head: int  # parameters of the LM head, which may be those of the embedding; of a score head 0
+    head: int  # parameters of the LM head, which may be those of the embedding. A score head has 0.
     vocabulary: int
     hidden: int
-    key_heads: int  # of keys and values; 1 where all heads share one vector
+    key_heads: int  # of keys and values, or 1 where all heads share one vector
     tensors: tuple[int, ...]  # entries of each parameter
-    expert_share: float  # share of a layer's experts that a token uses; 0 in a dense model
+    expert_share: float  # share of a layer's experts that a token uses, or 0 in a dense model
 
     @property
     def total(self) -> int:
@@ -85,7 +85,7 @@ class Sizes:
         return max(self.layers, key=lambda x: x.parameters)
 
     def adapters(self, rank: int) -> tuple[int, ...]:
-        """Entries of each parameter of LoRA adapters: (r, in) and (out, r) of each linear layer; those of all experts
+        """Entries of each parameter of LoRA adapters: (r, in) and (out, r) of each linear layer. Those of all experts
         of a layer count as one.
         """
         entries = []
@@ -99,7 +99,7 @@ class Sizes:
         return sum(x.cache * min(length, x.window) for x in self.layers)
 
     def attended(self, tokens: float, squares: float) -> float:
-        """Width of attention times the squared lengths of sequences with this many tokens; a window makes it less."""
+        """Width of attention times the squared lengths of sequences with this many tokens. A window makes it less."""
         return sum(x.attention * min(squares, 2 * x.window * tokens) for x in self.layers if x.cache)
 
 
@@ -125,7 +125,7 @@ def sizes_of(path: str, *, lora: LoRA | None = None, has_score: bool = False, fl
     tower = tower_of(model)
     inside_tower = set(tower[1].modules()) if tower else set()
     units = [x for x in outermost(model, model._no_split_modules or ()) if x not in inside_tower]
-    if not units:  # the model is one unit; its layers are the longest list of modules
+    if not units:  # the model is one unit. Its layers are the longest list of modules.
         units = list(max((x for x in model.modules() if isinstance(x, nn.ModuleList)), key=len))
     adapted = set()
     if lora is not None and lora.lora_rank:

@@ -88,7 +88,7 @@ def sampling_s(run: Setting, work: Work) -> float:
 
 
 def in_pools_s(run: Setting, work: Work, trained: float) -> tuple[float, float]:
-    """Seconds of a step of train_async.py, whose trainers need `trained` seconds, by simulation; and those in which
+    """Seconds of a step of train_async.py, whose trainers need `trained` seconds, by simulation, and those in which
     samplers that never wait make as many tokens.
     """
     staleness, responses = run.flags["max_staleness"], work.prompts * work.answers

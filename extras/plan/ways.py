@@ -10,7 +10,7 @@ from rl.flags import flat, spelled
 
 USABLE = 0.95  # of a GPU: torch's allocator leaves gaps, and what is not counted takes some
 HOST_USABLE = 0.95  # of the host
-TOKENS = (16384, 8192, 4096)  # of a micro-batch; with fewer, a GPU computes at a fraction of its speed
+TOKENS = (16384, 8192, 4096)  # of a micro-batch. With fewer, a GPU computes at a fraction of its speed.
 FEW = (2048, 1024, 512)
 AUTO = "auto"
 
@@ -62,7 +62,7 @@ def engine_of(v: dict[str, Any], policy: Sizes, length: int) -> Engine:
 
 
 def models_of(args: Any) -> dict[str, Model]:
-    """The models of a run by role. The policy comes first; in train_reward.py that is the reward model."""
+    """The models of a run by role. The policy comes first. In train_reward.py that is the reward model."""
     v, lora = flat(args), args.lora
     sizes = sizes_of(v["model"], lora=lora, has_score=is_of_rewards(args))
     policy = Model(sizes, rank=lora.lora_rank, tower_learns=not lora.freeze_vision_tower)
@@ -204,7 +204,7 @@ def settle(args: Any, hardware: Hardware, then: dict[str, Any] | None) -> Settle
 
 
 def flags_of_way(flag: str) -> tuple[str, ...]:
-    """The names of the flags that the fields of a `Way` are for; `flag` is that of the tokens."""
+    """The names of the flags that the fields of a `Way` are for. `flag` is that of the tokens."""
     return "activation_checkpointing", flag, "optimizer_offload", "param_offload"
 
 

@@ -19,7 +19,7 @@ class Phase(NamedTuple):
 
     name: str  # of the phase, as timing_s/ in the metrics has it
     model: Model
-    learns: bool = False  # forward and backward passes, and steps of AdamW; else forward passes only
+    learns: bool = False  # forward and backward passes, and steps of AdamW. Otherwise there are forward passes only.
     times: int = 1  # passes over the rows
     updates: int = 1  # into which these are divided, each with a step of AdamW
 
@@ -27,14 +27,14 @@ class Phase(NamedTuple):
 class Work(NamedTuple):
     """A step of a script."""
 
-    prompts: int  # that are answered; 0 if nothing is sampled
+    prompts: int  # that are answered, or 0 if nothing is sampled
     answers: int  # to each of them
     rows: int  # sequences that are learned from
     same_prompt: int  # of these, this many have the same prompt, which is computed once
     lengths: Lengths
     phases: tuple[Phase, ...]
     assumed: tuple[str, ...]  # in sentences
-    steps: int | None  # of the run; None: not known
+    steps: int | None  # of the run. None means that it is not known.
     questions: int  # held-out prompts that an evaluation answers
     evaluations: int
 
@@ -102,7 +102,7 @@ def _given(v: dict[str, Any], data: "Data", response_length: float | None) -> tu
 
 
 def _counts(args: Any, v: dict[str, Any], samples: bool) -> tuple[int, int, int, int]:
-    """Prompts and responses to each that a step samples; rows that it learns from, and how many share a prompt."""
+    """Prompts and responses to each that a step samples. Rows that it learns from, and how many share a prompt."""
     batch, n = v["train_batch_size"], v.get("rollout_n", 1)
     if not samples:
         rows = 2 if "pairs" in v or is_of_rewards(args) else 1
@@ -142,7 +142,7 @@ def _phases(args: Any, v: dict[str, Any]) -> list[Phase]:
 
 
 class Data(NamedTuple):
-    """What files of data say; None: nothing."""
+    """What files of data say. None means that they say nothing."""
 
     rows: int | None  # of --train-files
     held_out: int | None  # of --val-files

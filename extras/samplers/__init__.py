@@ -28,7 +28,7 @@ ProcessesOr0 = Annotated[int, Limit("at least 0 and at most 1024", lambda x: 0 <
 class SamplerFlags:
     """Samplers are processes of their own, which sample while the trainers train."""
 
-    text_only = "a sampler of train_async.py"  # what reads no images; not a flag
+    text_only = "a sampler of train_async.py"  # what reads no images. This is not a flag.
 
     # The run starts this many samplers on its first machine. Others may join at any time.
     samplers: Free[ProcessesOr0] = 1

@@ -32,8 +32,8 @@ class Connection:
             zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         )
         self.patience_s, self.heard_at = patience_s, time.monotonic()
-        self.lost_at: float | None = None  # since when there is no connection; None: there is one
-        self.is_known, self.refusals = False, 0  # whether the run ever spoke; connections that it ended before
+        self.lost_at: float | None = None  # since when there is no connection. None means there is one.
+        self.is_known, self.refusals = False, 0  # whether the run ever spoke, and connections that it ended before
         self.reader, self.writer = msgspec.msgpack.Decoder(protocol.ToSampler), msgspec.msgpack.Encoder()
 
     def send(self, message: protocol.Join | protocol.Report) -> None:

@@ -50,7 +50,7 @@ Groups = dict[int, list[Sample]]  # by number
 
 
 class Dispatcher:
-    """See above; `start` its thread. Args: setup, which samplers get; prompts, that they answer; submit, takes a row
+    """See above. `start` its thread. Args: setup, which samplers get; prompts, that they answer; submit, takes a row
     and its samples when they are complete; ranks, of this process.
 
     Others read and change its prompts, weights and members under `lock`, which also wakes who waits for a change.
@@ -86,7 +86,7 @@ class Dispatcher:
         self.thread = threading.Thread(target=self._serve, name="samplers", daemon=True)
 
     def heard(self) -> dict[str, Member]:
-        """The samplers that have lately said something; others may be dead."""
+        """The samplers that have lately said something. Others may be dead."""
         now = time.monotonic()
         return {identity: member for identity, member in self.members.items() if now - member.seen_at < SILENT_S}
 

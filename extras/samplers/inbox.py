@@ -17,7 +17,7 @@ class Inbox:
 
     def __init__(self, host: str):
         self.host = host
-        self.newest: dict[str, Any] | None = None  # what the run has told; None once they are taken
+        self.newest: dict[str, Any] | None = None  # what the run has told, or None once they are taken
         self.arriving: Receiving | None = None  # a transfer over the network that goes on
         self.last_key = b""  # of the transfer that was begun last
         self.unread_since: float | None = None  # since when weights could not be read
@@ -28,7 +28,7 @@ class Inbox:
             self.newest = weights
 
     def take(self) -> tuple[int, Iterator[tuple[str, Tensor]]] | None:
-        """The version of the newest weights and their (name, tensor) pairs; None if there are none, or none yet.
+        """The version of the newest weights and their (name, tensor) pairs, or None if there are none, or none yet.
 
         Raises RuntimeError if weights could not be read for too long.
         """

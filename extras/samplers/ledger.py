@@ -148,7 +148,7 @@ class Ledger(Leases[G]):
 
     @property
     def batch(self) -> list[int]:
-        """The numbers that the next step trains on, wherever they are; fewer than P if more are still to be drawn."""
+        """The numbers that the next step trains on, wherever they are, or fewer than P if more are to be drawn."""
         return sorted([*self.waiting, *self.leased, *self.ready])[: self.batch_size]
 
     @property

@@ -65,7 +65,7 @@ def setup_of(work: Work) -> Setup:
 
 
 class SamplerPool:
-    """See above. All ranks make all calls; rank 0 has the connections, and the tokens that come.
+    """See above. All ranks make all calls. Rank 0 has the connections, and the tokens that come.
 
     Args: flags, of the samplers; work, that they are to do; task, of the run, whose scorer gets every group when it is
     complete; folder, of the run; state, that `state` gave to the checkpoint that is resumed. Raises ValueError, naming
@@ -96,7 +96,7 @@ class SamplerPool:
     def push(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Give the samplers the weights that `version` steps have made, and the prompts that these may sample.
 
-        Returns when the weights are written; samplers load them between two decoding steps. All ranks must enter.
+        Returns when the weights are written. Samplers load them between two decoding steps. All ranks must enter.
         Without room for the weights the run saves and ends: see `_give_up`.
         """
         named_tensors = iter(named_tensors)
@@ -185,14 +185,14 @@ class SamplerPool:
             return {"ledger": ledger.state(), "groups": groups}
 
     def metrics(self) -> dict[str, float]:
-        """How the two pools do; {} on other ranks than 0.
+        """How the two pools do, or {} on other ranks than 0.
 
         samplers/count, lost, dropped       samplers now; lost ones and dropped prompts since the start
         samplers/ready, waiting             prompts whose groups are ready, and that no sampler has begun
         perf/gen_tokens_per_s               sampled tokens taken per second since the last call
 
         Over the last steps, eight at most, and not before there are two of them after the first step, in which samplers
-        start. Of t seconds, trainers waited for samplers in w; samplers were there for n seconds, all added up, and
+        start. Of t seconds, trainers waited for samplers in w. Samplers were there for n seconds, all added up, and
         were busy in b of them: they sampled, or waited for environments.
 
         trainer/idle_ratio                  w / t
@@ -254,7 +254,7 @@ class SamplerPool:
         return all(member.probe[0] == self.policy_version for member in self.dispatcher.heard().values())
 
     def _load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint; groups that no longer fit, as after --force-resume, are sampled again."""
+        """Go on from a checkpoint. Groups that no longer fit, as after --force-resume, are sampled again."""
         ledger = self.prompts.ledger
         if state.get("ledger", {}).get("batch_size") != ledger.batch_size:
             return  # also of another script's checkpoint, which --force-resume allows

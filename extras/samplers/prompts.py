@@ -1,4 +1,4 @@
-"""The prompts that samplers answer, by number: those of training from 0 on, in the order of the run; held-out ones are
+"""The prompts that samplers answer, by number: those of training from 0 on, in the order of the run. Held-out ones are
 below 0.
 """
 

@@ -25,8 +25,8 @@ from rl.sampling.engines.flags import EngineFlags
 
 TOKEN = "GLASSRL_SAMPLER_TOKEN"  # a variable of the environment: everybody can read a command line
 PARENT = "GLASSRL_SAMPLER_PARENT"  # the same: id of the process that has started this one and takes it with it
-PROTOCOL = 6  # of these messages; both sides must have the same
-LARGEST = 2**30  # bytes of a message; the run closes a connection that sends more
+PROTOCOL = 6  # of these messages. Both sides must have the same.
+LARGEST = 2**30  # bytes of a message. The run closes a connection that sends more.
 MAX_LOGPROB = 1e-3  # rounding may take the log-prob of a certain token above 0
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,300}\Z")]
@@ -58,7 +58,7 @@ class Setup(msgspec.Struct, tag=True):
 
 
 class Lease(msgspec.Struct):
-    """A prompt that a sampler is to answer. `number`: its place among the run's prompts; below 0 a held-out one."""
+    """A prompt that a sampler is to answer. `number`: its place among the run's prompts, below 0 a held-out one."""
 
     number: int
     row: str  # as JSON: msgpack has no integers of more than 64 bits, and no text with a lone surrogate
@@ -97,7 +97,7 @@ class Report(msgspec.Struct, tag=True):
 
     name: Name
     run: str  # of its Setup
-    version: int  # of its weights; -1: none yet
+    version: int  # of its weights. -1 means that it has none yet.
     room: Size  # responses that it can sample at a time
     holding: list[int]  # leases that it knows, also those that are finished
     begun: list[int]  # those of them that it samples, or would sample now if the run let it
@@ -113,7 +113,7 @@ class Orders(msgspec.Struct, tag=True):
     """What a sampler is to do."""
 
     leases: list[Lease]  # new ones, to be confirmed as `Report.begun`
-    begin: list[int]  # those that it has confirmed; it begins no others
+    begin: list[int]  # those that it has confirmed. It begins no others.
     forget: list[int]  # leases to give up, or whose group the run has
     weights: dict[str, Any] | None  # the newest: see weight_files.py
 

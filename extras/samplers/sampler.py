@@ -2,8 +2,8 @@
 
     GLASSRL_SAMPLER_TOKEN=TOKEN python -m extras.samplers --connect tcp://HOST:PORT
 
-The run says which model and which flags. Between two decoding steps the sampler takes new weights, if there are any;
-responses in flight go on with them behind the tokens that they have. It ends when the run ends or cannot be reached.
+The run says which model and which flags. Between two decoding steps the sampler takes new weights, if there are any.
+Responses in flight go on with them behind the tokens that they have. It ends when the run ends or cannot be reached.
 """
 
 import json
@@ -63,7 +63,7 @@ class Sampler:
         self.begun: set[int] = set()  # those of these that are being sampled
         # Groups that the run may not have yet, and when they were sent.
         self.done: dict[int, tuple[protocol.Group, float]] = {}
-        self.inbox, self.version = Inbox(connection.host), -1  # of weights; version of the engine's
+        self.inbox, self.version = Inbox(connection.host), -1  # of weights, and the version of the engine's
         self.probe: protocol.Probe | None = None  # of that version
         self.busy_s, self.began_at, self.reported_at = 0.0, time.monotonic(), 0.0
         self.reported: protocol.Report | None = None
@@ -183,7 +183,7 @@ def main(flags: Args) -> None:
             raise
     except (Gone, KeyboardInterrupt) as end:
         say(f"sampler {name} ends: {end if isinstance(end, Gone) else 'it was asked to'}", sys.stderr)
-        os._exit(0)  # engines and workers end with it; taking them down one by one could hang
+        os._exit(0)  # engines and workers end with it. Taking them down one by one could hang.
 
 
 def make_sampler(connection: Connection) -> Sampler:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64  # bytes; also the length of the mark at the beginning of a file
+ALIGNMENT = 64  # bytes, also the length of the mark at the beginning of a file
 CHUNK = 64 * 2**20  # bytes that come from the GPU at a time
 
 
@@ -49,7 +49,7 @@ class WeightWriter:
             atexit.register(self.close)
 
     def write(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        """Write (name, whole tensor) pairs; returns their manifest, which `read_weights` needs, as a message has it.
+        """Write (name, whole tensor) pairs. Returns their manifest, which `read_weights` needs, as a message has it.
 
         Raises OSError if there is no room: then the weights before are still there.
         """
@@ -120,7 +120,7 @@ def read_weights(manifest: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 def open_weights(manifest: dict[str, Any]) -> mmap.mmap:
     """The bytes of weights, which stay while they are used.
 
-    Raises FileNotFoundError if newer weights have replaced these; the name may then be that of another file.
+    Raises FileNotFoundError if newer weights have replaced these. The name may then be that of another file.
     """
     with open(manifest["path"], "rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -49,8 +49,8 @@ class Transfer(threading.Thread):
         """Make the transfer."""
         try:
             self.transfer()
-        except Exception as error:  # there are many kinds; all of them mean that it has failed
-            # The error itself would hold on to the group; torch's have a hundred lines.
+        except Exception as error:  # there are many kinds. All of them mean that it has failed.
+            # The error itself would hold on to the group. torch's have a hundred lines.
             self.error = f"{type(error).__name__}: {error}".partition("\n")[0]
 
     def make_group(self, store: dist.Store, rank: int, address: str) -> Any:

@@ -1,7 +1,7 @@
 """Servers that are asked over HTTP: the judge of rewards/judge.py, and the teacher behind --teacher-url.
 
 Tried again are failed connections, tries whose time is over, the statuses 408, 429 and 5xx, and answers that are too
-large or of another form. Pauses are random and double; a server's Retry-After is kept, and if time ends before that,
+large or of another form. Pauses are random and double. A server's Retry-After is kept, and if time ends before that,
 there is no other try. Redirects are refused: they would carry a key to another host. Proxies are those of the
 environment, such as HTTPS_PROXY.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 T = TypeVar("T")
-Read = Callable[[dict, bytes], T]  # (body, answer) -> what the answer says; a ValueError says what is wrong with it
+Read = Callable[[dict, bytes], T]  # (body, answer) -> what the answer says. A ValueError says what is wrong with it.
 # What it raises to read JSON that has another form.
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 
@@ -31,7 +31,7 @@ class Server:
     """Where to ask, and how much an answer may take."""
 
     url: str
-    seconds: float  # of one try, from looking up the name to the last byte; all tries and pauses have twice as many
+    seconds: float  # of one try, from looking up the name to the last byte. All tries and pauses have twice as many.
     max_bytes: int  # of an answer
     headers: dict[str, str] = field(default_factory=dict)
 

@@ -67,7 +67,7 @@ async def _ask(server: Server, body: dict, read: Read[T], gate: asyncio.Semaphor
 
 
 async def _try(server: Server, body: dict, seconds: float) -> tuple:
-    """The reply, None if not even its headers came; its text, or how that begins; and what went wrong, or None."""
+    """The reply, or None if not even its headers came, its text, or how that begins, and what went wrong, or None."""
     reply, text, why, data = None, bytearray(), None, json.dumps(body).encode()
     headers = server.headers | {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     try:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 class Sink(NamedTuple):
     """A place that takes what a run reports, until it is closed."""
 
-    log: Callable[[int, dict[str, float]], object]  # takes a step and its metrics by name; NaN for what is not finite
+    log: Callable[[int, dict[str, float]], object]  # takes a step and its metrics by name. What is not finite is NaN.
     show: Callable[[int, str, Sequence[dict[str, Any]]], object]  # takes a step, "train" or "val", and responses
     close: Callable[[], object]  # sends what is left
 
@@ -55,7 +55,7 @@ def open_sinks(flags: Any, config: dict[str, Any], opened: Mapping[str, Sink], r
 
 
 def parse_record(line: str) -> dict[str, Any] | None:
-    """The record of a line of metrics.jsonl or generations.jsonl; None if the line is damaged."""
+    """The record of a line of metrics.jsonl or generations.jsonl, or None if the line is damaged."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

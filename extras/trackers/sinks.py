@@ -34,7 +34,7 @@ class _Guard:
         self.name, self.of_run, self.records, self.has_raised = name, of_run, records, False
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the function returns; None if it raises, or if an earlier one has raised."""
+        """What the function returns, or None if it raises, or if an earlier one has raised."""
         if self.has_raised:
             return None
         try:

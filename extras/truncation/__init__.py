@@ -1,6 +1,6 @@
 """Sampling from a part of the vocabulary: --top-k, --top-p and --min-p.
 
-The policy is the distribution that the engine has sampled from. vLLM knows which tokens it leaves out; logits.py leaves
+The policy is the distribution that the engine has sampled from. vLLM knows which tokens it leaves out. logits.py leaves
 the same ones out for the trainer and the plain engine, as DeepSeek-V3.2, arXiv 2512.02556, does. min-p is from arXiv
 2407.01082.
 """

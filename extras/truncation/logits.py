@@ -13,7 +13,7 @@ def truncated(logits: Tensor, targets: Tensor | None = None, *, top_k: int, top_
     left_out = logits.detach() < truncation(logits.detach(), top_k, top_p, min_p)[:, None]
     if targets is not None:
         left_out = left_out.scatter(-1, targets[:, None], False)
-    return logits.masked_fill(left_out, -1e30)  # exp of it is 0; with -inf, 0 x inf would be NaN
+    return logits.masked_fill(left_out, -1e30)  # exp of it is 0. With -inf, 0 x inf would be NaN.
 
 
 def truncation(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:

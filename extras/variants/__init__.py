@@ -68,7 +68,7 @@ def fixed_collisions(model: Any, batch: Any, updates: Sequence[Any], *, sampling
 
 
 def require_components(scorer: Any, names: Iterable[str], *, flag: str) -> None:
-    """Raise ValueError naming `flag` if scores have no components of these names, as far as the first rows show; the
+    """Raise ValueError naming `flag` if scores have no components of these names, as far as the first rows show. The
     name "score" stands for the score itself.
     """
     of_judges = {judge.component for judge in scorer.judges}

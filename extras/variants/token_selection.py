@@ -49,7 +49,7 @@ def choose(
     """The batch after the choices that the flags ask for. Without such flags it stays as it is.
 
     --top-entropy-quantile q: of the n tokens of the step, the int(q * n) with the largest entropy keep their
-    advantages; those of the others become 0 (Beyond the 80/20 Rule, arXiv 2506.01939). A loss of RULES: of the n tokens
+    advantages. Those of the others become 0 (Beyond the 80/20 Rule, arXiv 2506.01939). A loss of RULES: of the n tokens
     of each mini-batch, max(1, int(share * n)) are marked in the column `chosen`. clip_cov draws them among those with a
     covariance between its bounds, and kl_cov takes those with the largest covariance.
 
@@ -85,7 +85,7 @@ def fixed_entropies(model: nn.Module, batch: Batch, updates: Sequence[Update], *
 
 
 def largest(x: Tensor, among: Tensor, k: int, ranks: Ranks, *, ties: Tensor) -> Tensor:
-    """The k largest entries of x on all data ranks, which must enter; all that there are, if there are fewer.
+    """The k largest entries of x on all data ranks, which must enter, or all that there are, if there are fewer.
 
     Many tokens have equal covariances, since the policy is certain of them: those with the largest `ties` are taken.
     Args: x (b, T); among (b, T) bool, which entries count; ties (b, T), all different. Returns: (b, T) bool.

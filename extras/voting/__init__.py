@@ -22,8 +22,8 @@ def final_answer(text: str) -> str | None:
 
 
 def elected(scores: Sequence[Any]) -> Any | None:
-    """The `Score` of the first response that gives the most frequent `final_answer`, of ties the one seen first; None
-    if no response gives an answer.
+    """The `Score` of the first response that gives the most frequent `final_answer`, of ties the one seen first, or
+    None if no response gives an answer.
     """
     answers = [final_answer(score.text) for score in scores]
     votes = Counter(answer for answer in answers if answer is not None)

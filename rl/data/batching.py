@@ -20,7 +20,7 @@ class Update(NamedTuple):
     """One optimizer step: its mini-batch, and this rank's share of it in micro-batches that fit into the memory."""
 
     rows: Sequence[int]  # of the mini-batch, among those of the step, ascending
-    micro_batches: list[list[int]]  # this rank's rows; all ranks have equally many micro-batches
+    micro_batches: list[list[int]]  # this rank's rows. All ranks have equally many micro-batches.
     num_tokens: float  # of the mini-batch that are learned from, on all ranks
     num_seqs: float  # sequences with such tokens, also on all ranks
     rows_of_rank: list[list[int]]  # every data rank's rows, ascending

@@ -50,7 +50,7 @@ def encode_prompts(
 ) -> Lazy[Row]:
     """Rows with `prompt_ids` added: the token ids that the policy sees before its first token.
 
-    A message list goes through the tokenizer's chat template, with the row's `tools` and the generation prompt; the
+    A message list goes through the tokenizer's chat template, with the row's `tools` and the generation prompt. The
     template's text holds its own special tokens, so none are added. If it ends with a message of the assistant, the
     policy continues that message. A string gets the tokens that the tokenizer puts in front of a text, such as BOS. It
     does not get them if its own first token, apart from white space, is already one of them. No tokens are added at its
@@ -84,7 +84,7 @@ def encode_prompts(
 def prompt_ids(
     tokenizer: Tokenizer, rows: Sequence[Row], limit: int, text_of: Callable[..., str] | None = None
 ) -> list[list[int]]:
-    """The token ids of each row's prompt; if a prompt has far more than `limit` tokens, only those of its beginning.
+    """The token ids of each row's prompt. If a prompt has far more than `limit` tokens, only those of its beginning.
     Args: text_of, see `encode_prompts`.
     """
     attachments = [attachments_of(tokenizer, row) for row in rows]

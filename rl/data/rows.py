@@ -67,7 +67,7 @@ def no_ground_truth(row: Row) -> bool:
 
 
 def read_files(files: Paths, check: Callable[[Row, str], Row], *, has_partner: bool = False) -> Lazy[Row]:
-    """The rows of all files. `check` gets a row and its place, "file: row 3"; it returns the row to keep, or raises.
+    """The rows of all files. `check` gets a row and its place, "file: row 3". It returns the row to keep, or raises.
     For what else is returned and raised see `read_rows`.
     """
     checked: Packed[Row] = Packed()
@@ -206,7 +206,7 @@ def check_text(text: Any, where: str) -> str:
 
 
 def check_messages(messages: Any, where: str) -> list[dict]:
-    """Non-empty list of {"role", "content"}; fields that are null are left out. Content in parts of text becomes one
+    """Non-empty list of {"role", "content"}. Fields that are null are left out. Content in parts of text becomes one
     text, and that of a message with `tool_calls` may be null, which becomes "". Raises ValueError for anything else.
     """
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
@@ -259,6 +259,6 @@ def is_absent(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value with its type, in messages; long ones are cut."""
+    """A value with its type, in messages. Long ones are cut."""
     text = f"{value!r} ({type(value).__name__})"
     return text if len(text) <= 200 else f"{text[:150]}... ({type(value).__name__})"

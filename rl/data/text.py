@@ -176,8 +176,9 @@ def _marked(value: Any, place: str, mark: Mark, metadata: frozenset[str] | None,
 
 
 def _around(text: str, texts: Iterable[str]) -> str:
-    """What stands around `texts` in a text, where they are as they are or escaped; "" if one is not there. White space
-    is left out. Templates mostly write texts in their order; one that is not behind the others is looked for elsewhere.
+    """What stands around `texts` in a text, where they are as they are or escaped, or "" if one is not there. White
+    space is left out. Templates mostly write texts in their order. One that is not behind the others is looked for
+    elsewhere.
     """
     text, end = "".join(text.split()), 0
     for i, said in enumerate(texts):
@@ -199,7 +200,7 @@ def forms(text: str) -> Iterator[str]:
 
 
 def _dropped(text: str, drawn: Drawn) -> int | None:
-    """The number of the first text without which the template would have written the same `text`; None without one.
+    """The number of the first text without which the template would have written the same `text`, or None without one.
 
     A marker behind each word has to be in what the template writes. If one is not, words are marked alone: the template
     may only have looked them up, such as the name of a tool that is called. The first, the middle and the last word

@@ -1,7 +1,7 @@
 """What flows through a training step: Row -> Request -> Completion -> Sample -> Batch.
 
 A row is a prompt of the data. A request asks an engine for one response to it, and a completion is the engine's answer.
-A sample is the finished response with its score; in a conversation it has the tokens of several completions. A batch
+A sample is the finished response with its score. In a conversation it has the tokens of several completions. A batch
 has the samples that one rank trains on, as tensors.
 
 Axes: P prompts of a step, G responses per prompt, B = P * G sequences of the step, b of them on this rank, T tokens
@@ -21,7 +21,7 @@ Row = dict[str, Any]  # a row of the data, by column: `rl.data.rows.read_rows` l
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an engine samples. `temperature=0` is greedy; `top_k=-1`, `top_p=1` and `min_p=0` switch truncation off."""
+    """How an engine samples. `temperature=0` is greedy. `top_k=-1`, `top_p=1` and `min_p=0` switch truncation off."""
 
     n: int = 1  # responses to each prompt
     temperature: float = 1.0
@@ -40,14 +40,14 @@ class Sampling:
 class Request(NamedTuple):
     """One response that an engine is asked for."""
 
-    key: Any  # names the response among those of one rank, and comes back with it; it can be hashed
-    prompt_ids: Sequence[int]  # token ids; ids beyond the vocabulary are places of what is not text
+    key: Any  # names the response among those of one rank, and comes back with it. It can be hashed.
+    prompt_ids: Sequence[int]  # token ids. Ids beyond the vocabulary are places of what is not text.
     sampling: Sampling  # for this response: `max_tokens` and stop tokens are its own, and `n` is ignored
-    seed: int | None = None  # of this response alone; None: it is drawn from the global generators
+    seed: int | None = None  # of this response alone. With None it is drawn from the global generators.
 
 
 # Data about tokens, beside ids and log-probs. A column is an integer array (n, ...) with an entry for each token of
-# prompt and response; the largest number of its dtype means "unknown". Engines may add columns, and so may families,
+# prompt and response. The largest number of its dtype means "unknown". Engines may add columns, and so may families,
 # which are kinds of unusual models (rl/model/family.py). All code that passes samples on passes their columns on too.
 # Every sample has the column "versions" (int32): how often weights had been pushed to the engine when the token was
 # sampled. It is unknown for tokens that were not sampled.
@@ -78,7 +78,7 @@ class Outcome(NamedTuple):
     """
 
     facts: dict[str, Any]  # what every rank gets, for metrics and advantages
-    reward: float  # by the partner; it is added to the score of reward functions
+    reward: float  # by the partner. It is added to the score of reward functions.
     text: str  # what reward functions get as the response
     extra_info: dict[str, Any]  # what they are told besides
     record: dict[str, Any]  # what generations.jsonl says besides
@@ -87,7 +87,7 @@ class Outcome(NamedTuple):
 class Score(NamedTuple):
     """What is known about one response. `value` is None unless `status` is "ok"."""
 
-    text: str  # the response without special tokens, as the reward function saw it; "" on the other ranks
+    text: str  # the response without special tokens, as the reward function saw it, or "" on the other ranks
     value: float | None
     components: dict[str, float]
     # none: the function said that it cannot tell, or it was not asked, because the partner failed or the run stops
@@ -96,20 +96,20 @@ class Score(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """The component `acc` if the reward has it, else the score; 0 without either."""
+        """The component `acc` if the reward has it, else the score, or 0 without either."""
         return self.components.get("acc", self.value or 0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One response, with what is known about it. Arrays are numpy's; lists are converted.
+    """One response, with what is known about it. Arrays are numpy's. Lists are converted.
 
     Only the rank that sampled it has the tokens, until another one trains on it. On other ranks `response_ids`,
     `response_mask` and `rollout_logprobs` are None, and there are no columns. `score` is None until it is known. The
     types leave these cases out, since code that reads tokens or scores runs where they are.
     """
 
-    prompt_ids: np.ndarray  # int32; every rank has them, from the data
+    prompt_ids: np.ndarray  # int32. Every rank has them, from the data.
     response_ids: np.ndarray  # int32
     response_mask: np.ndarray  # int8: 1 on tokens that the policy sampled, 0 on what it was told in between
     rollout_logprobs: np.ndarray  # float32
@@ -119,12 +119,12 @@ class Sample:
     columns: Columns = field(default_factory=dict)
     score: Score = None  # pyrefly: ignore[bad-assignment]  # see above; without the text after `gather_responses`
     data_source: str = ""  # of its row
-    num_response_tokens: int = 0  # with what a partner said; --max-response-length limits these
-    num_sampled: int = 0  # those of them that the policy sampled; metrics and rewards call this response_length
+    num_response_tokens: int = 0  # with what a partner said. --max-response-length limits these.
+    num_sampled: int = 0  # those of them that the policy sampled. Metrics and rewards call this response_length.
     rank: int = 0  # the rank that sampled it, and has its tokens
     number: int = 0  # its place among the samples of that rank
     # How many tokens, counted from the start of the prompt, it has in common with the sample before it, if that answers
-    # the same row; otherwise 0.
+    # the same row, and otherwise 0.
     shared: int = 0
 
     def __post_init__(self):
@@ -163,7 +163,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded sequences. Only the first `lengths[i]` positions of row i are real; the pad id itself means nothing.
+    """Right-padded sequences. Only the first `lengths[i]` positions of row i are real. The pad id itself means nothing.
 
     A rank has those rows of a step that it trains on. response_mask is 1 for tokens that the policy sampled and learns
     from, EOS included. It is 0 everywhere in a response without a score. rollout_logp is 0 for tokens that were not
@@ -179,7 +179,8 @@ class Batch:
     advantages: torch.Tensor | None = None  # (b, T)
     values: torch.Tensor | None = None  # (b, T) by a critic, if the script has one
     returns: torch.Tensor | None = None  # (b, T) what the critic learns to predict
-    rows: torch.Tensor | None = None  # (b,) int64, ascending: which of the step's responses each row is; None: 0..b-1
+    # (b,) int64, ascending. It says which of the step's responses each row is. None means 0..b-1.
+    rows: torch.Tensor | None = None
     share: torch.Tensor | None = None  # (b,) float32, tokens of a row / tokens of its update, on all ranks
     # (B, T, ...) by name, see `Columns`. In the place of "versions" a batch has "ages", int32: pushes of weights since
     # a token was sampled, and -1 for one that was not. Phases of a step may add columns of any dtype.

@@ -1,6 +1,6 @@
 """Attention over packed sequences, plugged into unmodified Hugging Face models.
 
-The model runs over one row of N tokens; `Packing` says which of them every sequence consists of. Hugging Face passes it
+The model runs over one row of N tokens. `Packing` says which of them every sequence consists of. Hugging Face passes it
 through to the attention function. Three implementations, each causal within a sequence and blind across sequences:
 
     packed_sdpa    any device: pads inside the attention only, then scaled_dot_product_attention
@@ -27,7 +27,7 @@ from transformers.utils import is_flash_attn_2_available
 if is_flash_attn_2_available():
     from flash_attn import flash_attn_varlen_func
 
-# torch 2.13 wants to be told that several query heads share a key head; 2.11 just works.
+# torch 2.13 wants to be told that several query heads share a key head. 2.11 just works.
 GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
@@ -81,12 +81,13 @@ def _for_kernel(query, key, value, packing, sliding_window, rest) -> tuple[tuple
     _refuse_options(rest)
     q, k, v = query[0].transpose(0, 1), _expand(key, packing), _expand(value, packing)  # (N or N', heads, D)
     lengths = (packing.borders, packing.key_borders, len(packing.offset), len(packing.offset))
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)  # keys before and after the query's; -1: all
+    # How many keys before and after the query's may be attended to. -1 means all.
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
     return (q, k, v, *lengths), window
 
 
 def _expand(x: Tensor, packing: Packing) -> Tensor:
-    """Keys or values (1, Hkv, N, D) -> (N', Hkv, D), sequence by sequence; gradients are added up in float32."""
+    """Keys or values (1, Hkv, N, D) -> (N', Hkv, D), sequence by sequence. Gradients are added up in float32."""
     return x[0].transpose(0, 1).float().index_select(0, packing.key_index).to(x.dtype)
 
 

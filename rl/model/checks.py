@@ -97,7 +97,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 def _broken_file(folder: Path) -> str:
-    """Which file with weights cannot be read, and why; "" if they all can."""
+    """Which file with weights cannot be read, and why, or "" if they all can."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             safe_open(file, "pt").__enter__()
@@ -198,6 +198,6 @@ def check_trainable(whole: PreTrainedConfig, where: str, tokens: int, flags: str
 
 
 def quantization_of(config: PreTrainedConfig) -> str | None:
-    """The method by which the weights of a model are quantized; None if they are not."""
+    """The method by which the weights of a model are quantized, or None if they are not."""
     of_parts = (x.to_dict().get("quantization_config") for x in (config, config.get_text_config()))
     return next((x.get("quant_method", "unknown") for x in of_parts if x), None)

@@ -1,6 +1,6 @@
 """The protocol of families: what a kind of models does otherwise than a dense decoder of text.
 
-A model has the families that fit it, mostly none. They are classes in extras/, such as extras/families/vision.py; other
+A model has the families that fit it, mostly none. They are classes in extras/, such as extras/families/vision.py. Other
 files of rl/ call only the methods below.
 """
 
@@ -22,11 +22,11 @@ class Pass(NamedTuple):
     inputs: dict[str, Any]  # its arguments: input_ids (1, N) packed or (rows, width) padded, and more
     take: Callable[[Tensor], Tensor]  # picks the tokens of this pass, in order: (b, T, ...) -> (N, ...)
     ids: Tensor  # (rows, width) token ids of the batch rows that this pass reads, right-padded
-    real: Tensor  # (rows, width) bool, False on padding; with `ids` for what has to be computed row by row
+    real: Tensor  # (rows, width) bool, False on padding, with `ids` for what has to be computed row by row
 
 
 class Family:
-    """What a kind of models may do otherwise. Here every method does nothing; a family overrides some of them."""
+    """What a kind of models may do otherwise. Here every method does nothing. A family overrides some of them."""
 
     shares_beginnings = True  # whether rows may share the tokens that they begin with
     one_pass = False  # whether padded rows have to be in one pass, since modules remember something of it
@@ -53,7 +53,7 @@ class Family:
         """
 
     def watched(self) -> contextlib.AbstractContextManager[Any]:
-        """Context around passes that record something; what it yields goes to `metrics`."""
+        """Context around passes that record something. What it yields goes to `metrics`."""
         return contextlib.nullcontext({})
 
     def metrics(self, seen: Any, ranks: Ranks) -> dict[str, float]:
@@ -80,7 +80,7 @@ class Family:
 
     def save(self, folder: Path, suffix: str, weights: dict[str, Tensor]) -> dict[str, str]:
         """Write files of the family, whose names end in `suffix`, into a checkpoint's folder on rank 0, from all that
-        learns, whole and on the host. Returns what `check_saved` has to know; {} for nothing.
+        learns, whole and on the host. Returns what `check_saved` has to know, or {} for nothing.
         """
         return {}
 

@@ -100,7 +100,7 @@ def weights_for_engine(policy: PreTrainedModel, ranks: Ranks) -> Iterator[tuple[
 
 
 def buffers_in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the buffers in a model's files, such as an activation's constants; nothing trains them."""
+    """(name, tensor) of the buffers in a model's files, such as an activation's constants. Nothing trains them."""
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return ((name, x) for name, x in model.state_dict().items() if name not in weights)
 
@@ -113,7 +113,7 @@ def load_pretrained(
     dtype: torch.dtype | None = torch.float32,
     flag: str = "--model",
 ) -> PreTrainedModel:
-    """A model on the host, with weights in `dtype`, that can run packed. Rank 0 reads the files; other ranks get
+    """A model on the host, with weights in `dtype`, that can run packed. Rank 0 reads the files. Other ranks get
     storage that `shard` fills. All ranks must enter.
 
     Without a dtype, rank 0 leaves parameters in the precision of the files, most often bfloat16, until `shard` casts

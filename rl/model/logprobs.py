@@ -56,7 +56,7 @@ def token_logprobs(
         logp[i, t]    = z[y_t] - logsumexp_S(z),   z = logits at t-1 / temperature
         entropy[i, t] = logsumexp_S(z) - sum over v in S of softmax_S(z)_v z_v
 
-    S is the set of tokens that `sampling` draws from, see extras/truncation, and the sampled token; without top_k,
+    S is the set of tokens that `sampling` draws from, see extras/truncation, and the sampled token. Without top_k,
     top_p and min_p it is the whole vocabulary. So the policy is the distribution that the engine has sampled from.
 
     Args: model, a causal LM that went through `add_packed_forward`; batch (b, T); entropy_grad, whether gradients flow
@@ -156,7 +156,7 @@ def pack(batch: Batch, model: PreTrainedModel) -> tuple[list[Pass], Tensor]:
     # are 0 3 7.
     row, position = (torch.arange(n, device=batch.input_ids.device) for n in (b, T))
     real = position < batch.lengths[:, None]  # (b, T)
-    # Per row, the tokens that the row above has computed already; 0 if a family of the model forbids that.
+    # Per row, the tokens that the row above has computed already, or 0 if a family of the model forbids that.
     shared = shared_prefix(batch) * all(x.shares_beginnings for x in model.packed.families)
     is_own = real & (position >= shared[:, None])  # (b, T) computed for this row, the others for one above
     place = is_own.flatten().cumsum(0).view(b, T) - 1  # (b, T) in the packed row, of each row's own tokens

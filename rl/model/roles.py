@@ -32,7 +32,7 @@ class CausalLM:
             raise ValueError(f"{where}: a {config.model_type} is no causal language model; choose another model")
 
     def finish(self, model: nn.Module, new: set[str], where: str) -> None:
-        """Make a model ready that was just read; `new` are the names of weights that its files lack."""
+        """Make a model ready that was just read. `new` are the names of weights that its files lack."""
         families.prepare(model)
 
 
@@ -45,7 +45,7 @@ class Learning:
         """Raise ValueError, from its config alone, if the model in `path`, which `flag` has named, cannot learn so."""
 
     def apply(self, model: nn.Module, *, path: str, seed: int, ranks: Ranks) -> None:
-        """Freeze what does not learn of a model that was loaded from `path`, and add what is added; `seed` is that of
+        """Freeze what does not learn of a model that was loaded from `path`, and add what is added. `seed` is that of
         new weights.
         """
 

@@ -93,7 +93,7 @@ class Trial:
         return min(0.2, 3 * max(x for x in (own, eager, 2e-3) if x < math.inf))
 
     def problem_of_packed(self) -> str:
-        """Why the model does not run packed with an LM head that is one matrix; "" if it does."""
+        """Why the model does not run packed with an LM head that is one matrix, or "" if it does."""
         if not all(x.runs_packed for x in self.model.packed.families):
             return "its layers carry a state from token to token"
         if not self.has_plain_head:

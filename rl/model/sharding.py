@@ -69,14 +69,14 @@ def shard(model: PreTrainedModel, ranks: Ranks, memory: Memory = BARE) -> PreTra
     """Shard parameters, gradients and optimizer state over all ranks with FSDP2, as the memory flags say.
 
     What learns gets master weights in float32 (those of a float64 model stay as they are), and gradients are reduced in
-    it; what does not learn keeps its dtype. Compute runs in `ranks.dtype`, of a float64 model in float64. Each decoder
-    layer is a unit; embedding, final norm and LM head share the root unit, so tied weights stay one parameter. The
+    it. What does not learn keeps its dtype. Compute runs in `ranks.dtype`, of a float64 model in float64. Each decoder
+    layer is a unit. Embedding, final norm and LM head share the root unit, so tied weights stay one parameter. The
     model is left in evaluation mode, which stops no gradient: no dropout or noise of any kind, so that log-probs are a
-    function of weights and tokens. Sources: ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277.
+    function of weights and tokens. Sources: ZeRO, arXiv 1910.02054. FSDP, arXiv 2304.11277.
 
     activation_checkpointing "selective" keeps the results of matrix products and attention (Korthikanti et al. 2022,
     arXiv 2205.05198), "full" only those of whole layers (Chen et al. 2016, arXiv 1604.06174). fsdp_size: shard over so
-    many neighboring ranks, such as a machine's, and keep copies on the others; between machines only one all-reduce of
+    many neighboring ranks, such as a machine's, and keep copies on the others. Between machines only one all-reduce of
     the gradients is left per update (`backward`).
     """
     memory = settled(memory, **UNPLANNED)
@@ -224,7 +224,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def full_tensors(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor) on the device for all parameters, tied ones once, in `dtype`; what families have added
+    """Yield (name, whole tensor) on the device for all parameters, tied ones once, in `dtype`. What families have added
     keeps its own. All ranks must iterate.
     """
     for name, x in model.named_parameters():
@@ -237,8 +237,8 @@ def full_tensors(model: PreTrainedModel, dtype: torch.dtype | None = None) -> It
 
 
 def backward(model: PreTrainedModel, loss: Tensor, *, is_last: bool) -> None:
-    """Add a micro-batch's gradient to the model's, a sum over ranks; over copies of the model (--fsdp-size) only when
-    it `is_last` of an update. All ranks must enter.
+    """Add a micro-batch's gradient to the model's, a sum over ranks. Over copies of the model (--fsdp-size) it is
+    summed only when it `is_last` of an update. All ranks must enter.
     """
     if model.packed.is_whole:
         model.set_requires_gradient_sync(is_last)  # ranks exchange nothing before the last micro-batch
@@ -248,6 +248,6 @@ def backward(model: PreTrainedModel, loss: Tensor, *, is_last: bool) -> None:
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
-    """Scale gradients to a global L2 norm of at most `max_norm`; returns the norm before. All ranks must enter."""
+    """Scale gradients to a global L2 norm of at most `max_norm`. Returns the norm before. All ranks must enter."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -1,4 +1,4 @@
-"""Alarms: conditions on metrics; a step that meets one prints a line that begins with ALARM."""
+"""Alarms: conditions on metrics. A step that meets one prints a line that begins with ALARM."""
 
 import difflib
 import math
@@ -9,7 +9,7 @@ from rl.console import say
 
 
 def parse_alarm(text: str) -> tuple[str, str, float]:
-    """`metric>number` or `metric<number` -> (metric, sign, number); spaces around each are allowed.
+    """`metric>number` or `metric<number` -> (metric, sign, number). Spaces around each are allowed.
 
     Raises ValueError for anything else.
     """
@@ -43,7 +43,7 @@ class Alarms:
         self.conditions, self.unknown = conditions, [x for x in conditions if x not in defaults]
 
     def print(self, step: int, metrics: dict[str, float], belongs: Callable[[str], bool], stream: TextIO) -> None:
-        """Print the alarms of these metrics; and once, which of --alarms name none of them.
+        """Print the alarms of these metrics, and once, which of --alarms name none of them.
 
         Args: belongs, whether a metric of this name would be among them: those of evaluations come apart from others.
         """

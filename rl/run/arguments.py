@@ -83,7 +83,7 @@ class RLBase(TrainingArgs):
     logging: LoggingRL = LoggingRL()
 
     def check(self, flags: Mapping[str, Any]) -> None:
-        """Raise ValueError if flags of different groups contradict each other; `flags` has all of them by name."""
+        """Raise ValueError if flags of different groups contradict each other. `flags` has all of them by name."""
         rollout = self.rollout
         if rollout.is_quantized:
             flag = f"--rollout-quantization {rollout.rollout_quantization}"

@@ -1,4 +1,4 @@
-"""Save and load. A checkpoint is a folder `global_step_N/` in the folder of its run; in it are
+"""Save and load. A checkpoint is a folder `global_step_N/` in the folder of its run. In it are
 
     state/              parameters that learn (fp32) and moments, a safetensors file per rank: loads at any world size
     loop/               what the loop carries besides, such as a KL coefficient: JSON and safetensors of every rank
@@ -8,7 +8,7 @@
     trainer_state.json  step, arguments, hashes of data, tokenizer and what adapters stand beside
     MANIFEST.json       versions of torch and transformers, size and sha256 of every other file; written last
 
-A thread copies the state to the host and writes the copy while training goes on; only the next optimizer step waits
+A thread copies the state to the host and writes the copy while training goes on. Only the next optimizer step waits
 for the copy. A checkpoint is written to a temporary folder, forced to disk and renamed: what has the final name was
 complete, and the manifest tells whether it still is. Order of data and sampling seeds are functions of the step. What
 is loaded is tensors and JSON, never code. docs/reliability.md lists what can go wrong.
@@ -72,7 +72,7 @@ class Saver:
         inside = resume_from is not None and resume_from.resolve().parent == folder.root.resolve()
         self.saved = trainer_state(resume_from)["step"] if inside else 0
         self.exporter = Exporter(tokenizer, folder.ranks)
-        self.host = tensors.NO_HOST  # what was saved last; the next save reuses the memory
+        self.host = tensors.NO_HOST  # what was saved last. The next save reuses the memory.
         self.pending: tuple[int, Future] | None = None  # step and outcome of the save that is being written
         self.is_copied = threading.Event()  # whether the newest save needs its tensors no more
         self.is_copied.set()
@@ -83,7 +83,7 @@ class Saver:
         folder.write_status("running", self.saved)
 
     def save(self, step: int, trained: Trained, state: LoopState) -> None:
-        """Begin to write `global_step_<step>` as everything is now; waits for the save before.
+        """Begin to write `global_step_<step>` as everything is now. Waits for the save before.
 
         Returns while a thread still reads the tensors: before these are changed or moved, call `wait_until_copied`.
         Modules may be on any device. `state` is what each rank's loop carries from step to step.
@@ -190,7 +190,7 @@ class Saver:
             self.folder.write_status("running", step)
 
     def _write(self, step: int, exports: Exports, places: dict[str, Place], state: LoopState) -> None:
-        """Write a checkpoint and give it its name. All ranks must enter; raises Failed on all of them."""
+        """Write a checkpoint and give it its name. All ranks must enter. Raises Failed on all of them."""
         root, ranks, group, host = self.folder.root, self.ranks, self.group, self.host.tensors
         temporary = gather(files.spare(root, "tmp", step), group)[0]
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -251,7 +251,8 @@ def _check_families(path: pathlib.Path, records: dict[str, dict[str, str]], trai
 
 
 def load_states(path: pathlib.Path | None) -> list[dict[str, Any]]:
-    """What each rank's loop carried when the checkpoint was saved, in the order of the ranks; [] without a checkpoint.
+    """What each rank's loop carried when the checkpoint was saved, in the order of the ranks, or [] without a
+    checkpoint.
 
     Arrays are arrays again, tuples are lists, and keys of dicts are strings.
     """

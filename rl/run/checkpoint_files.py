@@ -56,7 +56,8 @@ def commit(temporary: pathlib.Path, final: pathlib.Path, manifest: dict[str, Any
 
 
 def problem(path: pathlib.Path, rank: int, world_size: int) -> str:
-    """Why a folder is not an intact checkpoint, as far as this rank's share of its files tells; "" if nothing is wrong.
+    """Why a folder is not an intact checkpoint, as far as this rank's share of its files tells, or "" if nothing is
+    wrong.
 
     Raises OSError if a file cannot be read.
     """

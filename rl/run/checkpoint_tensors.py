@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from rl.model.sharding import own_part, with_part
 
-# By name; the first one is what the run is about. A reference that the run changes has no optimizer.
+# By name. The first one is what the run is about. A reference that the run changes has no optimizer.
 Trained = dict[str, tuple[PreTrainedModel, torch.optim.Optimizer | None]]
 
 STAGING = 2**27  # bytes copied from the device at a time: what a decoding step brings to the host may wait for them
@@ -70,7 +70,7 @@ class Saved(NamedTuple):
 
 
 def learning(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a module that learn, by name; with LoRA only the adapters do. A reference has none that learn,
+    """The parameters of a module that learn, by name. With LoRA only the adapters do. A reference has none that learn,
     and then these are all of its parameters: `Run.refresh` changes them.
     """
     every = dict(module.named_parameters())
@@ -97,7 +97,8 @@ def tensors_to_save(trained: Trained) -> ToSave:
 
 
 def make_host(like: dict[str, torch.Tensor], *, pinned: bool) -> Host:
-    """Memory for a copy of tensors like these; pinned: whether copies pass through memory that a GPU can write to.
+    """Memory for a copy of tensors like these. `pinned` says whether copies pass through memory that a GPU can write
+    to.
 
     The rest is not pinned: that takes the driver ten seconds for 20 GB and holds up what the main thread does on the
     device.
@@ -107,7 +108,7 @@ def make_host(like: dict[str, torch.Tensor], *, pinned: bool) -> Host:
 
 
 def copy(to_save: ToSave, host: Host, stream: torch.cuda.Stream | None) -> None:
-    """Copy a rank's tensors to the host, on a stream of their own; they are there when this returns."""
+    """Copy a rank's tensors to the host, on a stream of their own. They are there when this returns."""
     with torch.cuda.stream(stream):
         for batch in _batches(to_save.pieces, host.pieces):
             there, here = map(list, zip(*batch, strict=True))
@@ -126,7 +127,7 @@ def write(folder: pathlib.Path, rank: int, tensors: dict[str, torch.Tensor], pla
 
 
 def read(folder: pathlib.Path, ranks: int) -> dict[str, Saved]:
-    """The tensors in the files that this many ranks have written to a folder; other files do not count.
+    """The tensors in the files that this many ranks have written to a folder. Other files do not count.
 
     Raises ValueError if a file is damaged or anything is missing.
     """
@@ -170,7 +171,7 @@ def load(saved: dict[str, Saved], trained: Trained, *, moments_on_host: bool = F
                     part = own_part(parameter)
                     empty = torch.empty_like(part, device="cpu" if moments_on_host else part.device)
                     optimizer.state[parameter][kind] = fill(with_part(parameter, empty), x)
-                else:  # the number of steps; AdamW wants it on the device if fused, on the host if not
+                else:  # the number of steps. AdamW wants it on the device if fused, on the host if not.
                     where = parameter.device if optimizer.defaults["fused"] else "cpu"
                     optimizer.state[parameter][kind] = x.parts[0][1].to(where, copy=True)
 

@@ -9,7 +9,7 @@ from rl.run import watchdog
 
 
 class Clock:
-    """`clock = Clock(ranks)`; `clock("gen")` closes a phase: its seconds and, on CUDA, the memory in use.
+    """With `clock = Clock(ranks)`, `clock("gen")` closes a phase. It notes its seconds and, on CUDA, the memory in use.
 
     Memory is the device's own count at the end of the phase, with torch's cached blocks and vLLM's pool. (torch's
     counters also count what vLLM has given back while asleep.) The cache only grows within a phase, so this is close to
@@ -29,7 +29,7 @@ class Clock:
         return time.perf_counter()
 
     def __call__(self, phase: str) -> None:
-        """Close a phase; for the watchdog (--stall-timeout) this is a sign of life."""
+        """Close a phase. For the watchdog (--stall-timeout) this is a sign of life."""
         now = self._now()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
         if self.ranks.device.type == "cuda":

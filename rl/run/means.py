@@ -1,6 +1,6 @@
 """Metrics under verl's names: means over the tokens, sequences or updates of a step, and gradient norms.
 
-Each function returns {name: float}; docs/metrics.md says what is healthy. metrics.py adds those of responses.
+Each function returns {name: float}. docs/metrics.md says what is healthy. metrics.py adds those of responses.
 """
 
 import math
@@ -17,7 +17,7 @@ DESCRIBED = ("mean", "max", "min")
 class Means:
     """Means of a step over its micro-batches and all ranks: of tokens, of sequences, or of updates.
 
-    `num_updates` is how many optimizer steps the step makes. Every rank must add the same names; `reduce` adds up what
+    `num_updates` is how many optimizer steps the step makes. Every rank must add the same names. `reduce` adds up what
     they have.
     """
 
@@ -45,7 +45,7 @@ class Means:
             self._add(name, value, None)
 
     def largest(self, mask: torch.Tensor, values: dict[str, torch.Tensor], *, sign: int = 1) -> None:
-        """The largest of the values (b, T) with mask 1; with sign -1 the smallest."""
+        """The largest of the values (b, T) with mask 1. With sign -1 the smallest."""
         for name, value in values.items():
             value = (sign * value).masked_fill(mask == 0, -math.inf).max().detach().double()
             self.ends[name, sign] = torch.maximum(self.ends.get((name, sign), value), value)
@@ -143,14 +143,14 @@ class Means:
 
 
 def describe(prefix: str, values: torch.Tensor) -> dict[str, float]:
-    """mean, max and min of the finite entries of values of any shape: {prefix/mean: ...}; NaN if there are none."""
+    """mean, max and min of the finite entries of values of any shape: {prefix/mean: ...}, or NaN if there are none."""
     values = values[values.isfinite()].double()
     mean_max_min = (values.mean(), values.max(), values.min()) if len(values) else (math.nan,) * 3
     return {f"{prefix}/{kind}": float(x) for kind, x in zip(DESCRIBED, mean_max_min, strict=True)}
 
 
 def describe_tokens(prefix: str, values: torch.Tensor, mask: torch.Tensor, ranks: Ranks) -> dict[str, float]:
-    """mean, max and min of the values (b, T) with mask 1 of all ranks: {prefix/mean: ...}; NaN if there are none.
+    """mean, max and min of the values (b, T) with mask 1 of all ranks: {prefix/mean: ...}, or NaN if there are none.
 
     All data ranks must enter.
     """

@@ -1,6 +1,6 @@
 """Metrics under verl's names, as scripts that sample responses report them: those of means.py, and of responses.
 
-Each function returns {name: float}; docs/metrics.md says what is healthy.
+Each function returns {name: float}. docs/metrics.md says what is healthy.
 """
 
 import math
@@ -46,7 +46,7 @@ def of_scores(responses: Sequence[Sample]) -> dict[str, float]:
 
 
 def of_lengths(responses: Sequence[Sample]) -> dict[str, float]:
-    """Lengths in tokens that the policy sampled; `clip_ratio` is the share of responses that ended at the length limit,
+    """Lengths in tokens that the policy sampled. `clip_ratio` is the share of responses that ended at the length limit,
     by finish reason.
     """
     truncated = sum(r.finish_reason == "length" for r in responses) / len(responses)

@@ -182,7 +182,7 @@ def trainer_state(path: pathlib.Path) -> dict[str, Any]:
 
 
 def first_day(flags: Checkpoints, root: pathlib.Path) -> str | None:
-    """The date (ISO format) on which the run began that --resume-mode continues; None for a new run.
+    """The date (ISO format) on which the run began that --resume-mode continues, or None for a new run.
 
     Args: root, the run's folder. A damaged checkpoint is passed over here, and named later.
     """

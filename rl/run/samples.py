@@ -60,5 +60,5 @@ def _row_of(sample: Sample, batch: Batch) -> int | None:
 
 
 def _rounded(values: torch.Tensor) -> list[float | None]:
-    """Five decimals; None for what is not finite, which JSON does not have."""
+    """Five decimals, or None for what is not finite, which JSON does not have."""
     return [round(x, 5) if math.isfinite(x) else None for x in values.detach().double().tolist()]

@@ -22,7 +22,7 @@ def gather(x: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Run `work` on every rank and return all results; if it failed on some, raise Failed on all. All must enter."""
+    """Run `work` on every rank and return all results. If it failed on some, raise Failed on all. All must enter."""
     result, error, cause = None, None, None
     try:
         result = work()

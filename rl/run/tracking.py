@@ -21,7 +21,7 @@ from rl.run.together import together
 
 METRICS, GENERATIONS, CONFIG = RECORDS = ("metrics.jsonl", "generations.jsonl", "config.json")
 SECRET_NAME = re.compile("key|token(?!iz)|secret|passw", re.IGNORECASE)  # but not TOKENIZERS_PARALLELISM
-SECRET_LENGTH = 6  # characters; shorter values ("1", "true") are words that flags hold anyway
+SECRET_LENGTH = 6  # characters. Shorter values ("1", "true") are words that flags hold anyway.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def open_early(flags: Logging, ranks: Ranks) -> dict[str, trackers.Sink]:
 
 
 class Tracker:
-    """Writes the records of a run on rank 0; does nothing on other ranks.
+    """Writes the records of a run on rank 0. Does nothing on other ranks.
 
     config.json has the flags without secrets, metrics.jsonl a line for each step and evaluation, generations.jsonl a
     line for each response that is shown.
@@ -105,7 +105,7 @@ class Tracker:
         self.sinks = trackers.open_sinks(flags, config, sinks or {}, self.metrics.file)
 
     def log(self, step: int, metrics: dict[str, float], line: str = "") -> None:
-        """Record the metrics of a step; print `line` if --logger has console.
+        """Record the metrics of a step. Print `line` if --logger has console.
 
         What is not finite is null in metrics.jsonl and NaN in the trackers.
         """

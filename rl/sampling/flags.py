@@ -44,6 +44,6 @@ class Validation:
         return self.val_before_train or self.test_freq > 0
 
     def settings(self, sampling: Sampling) -> Sampling:
-        """How held-out prompts are answered; `sampling`, as in training, has lengths and what ends a response."""
+        """How held-out prompts are answered. `sampling`, as in training, has lengths and what ends a response."""
         way = replace(sampling, n=self.val_n, temperature=self.val_temperature)
         return replace(way, top_p=self.val_top_p, top_k=self.val_top_k, min_p=self.val_min_p)

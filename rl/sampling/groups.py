@@ -32,7 +32,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 def sampling_settings(
     decoding: Decoding, model: str, tokenizer: PreTrainedTokenizerBase, *, n: int, max_tokens: int
 ) -> Sampling:
-    """How an engine samples n responses to each prompt; they end with any token that ends a turn of the model."""
+    """How an engine samples n responses to each prompt. They end with any token that ends a turn of the model."""
     stops = stop_token_ids(model, tokenizer)
     return Sampling(n, decoding.temperature, decoding.top_p, decoding.top_k, decoding.min_p, max_tokens, stops)
 

@@ -101,13 +101,13 @@ class Partner(Protocol):
     prompt_text: Callable[..., str]
 
     def begin(self, x: Trajectory, seed: int) -> None:
-        """Begin a response of which nothing was sampled; `answers` says what it goes on behind. The seed is that of its
+        """Begin a response of which nothing was sampled. `answers` says what it goes on behind. The seed is that of its
         group, whose responses begin alike.
         """
 
     def after(self, x: Trajectory) -> bool:
         """Take notice of a turn of the policy that is complete. Returns whether `answers` will say how the response
-        goes on; if not, that was its last turn.
+        goes on. If not, that was its last turn.
         """
 
     def answers(self, wait_s: float) -> list[tuple[Trajectory, list[int] | None]]:
@@ -169,7 +169,7 @@ class Loop:
         return is_open
 
     def step(self) -> list[tuple[Hashable, list[Sample]]]:
-        """Sample about one more token of each response; returns the groups that are complete now."""
+        """Sample about one more token of each response. Returns the groups that are complete now."""
         done = []
         for completion in self.engine.step():
             if (x := self.trajectories.get(completion.request.key)) is None or x.key in self.waiting:
@@ -205,7 +205,7 @@ class Loop:
             yield from self.step()
 
     def interrupt(self) -> None:
-        """Take what is in flight out of the engine, which may sleep then, or get new weights; see `resume`."""
+        """Take what is in flight out of the engine, which may sleep then, or get new weights, see `resume`."""
         for completion in self.engine.abort():
             self.trajectories[completion.request.key].take(completion, self.engine.policy_version)
 

@@ -53,7 +53,7 @@ class Task(NamedTuple):
 
 @dataclass(eq=False)
 class Sampler:
-    """Samples, checks and scores the responses of each step; see the top of this file. All data ranks must make all
+    """Samples, checks and scores the responses of each step, see the top of this file. All data ranks must make all
     calls.
 
     If the run was asked to stop, `end_phase` saves and exits instead of returning, so that nobody sees the incomplete
@@ -63,7 +63,7 @@ class Sampler:
     engine: Engine  # asleep
     task: Task
     ranks: Ranks
-    states: Sequence[dict[str, Any]]  # what `state` gave on each rank when the checkpoint was saved; [] in a new run
+    states: Sequence[dict[str, Any]]  # what `state` gave on each rank when the checkpoint was saved, or [] in a new run
     end_phase: Callable[[str], None]  # called with the name of each phase when it ends
     make_room: Callable[[], None]  # called before the engine wakes up, to free the memory that the engine needs
     take_back: Callable[[], None]  # called after the engine went to sleep, to move back what `make_room` has moved away

@@ -87,7 +87,7 @@ class Scorer:
         # For each sample that was not collected yet: its row, the task that scores it, and its place among the scores
         # that the task returns.
         self.submitted: dict[Sample, tuple[Row, AsyncResult, int]] = {}
-        self.judges: Sequence[Judge] = ()  # change what the functions gave; they have to be loaded before `collect`
+        self.judges: Sequence[Judge] = ()  # change what the functions gave. They have to be loaded before `collect`.
         # A worker ends with the thread that has started it, so `close` ends the threads. These are daemons: the threads
         # of an executor would be waited for when a trainer fails.
         try:
@@ -104,7 +104,7 @@ class Scorer:
         self.judges = judges
 
     def submit(self, row: Row, samples: Sequence[Sample]) -> None:
-        """Hand in all responses to the prompt of `row`; scoring begins at once. `collect` waits for the scores."""
+        """Hand in all responses to the prompt of `row`. Scoring begins at once. `collect` waits for the scores."""
         size = len(samples) if self.batched else 1
         for i in range(0, len(samples), size):
             scored_together, twice = samples[i : i + size], self.total % RECHECK_EVERY == 0
@@ -174,7 +174,7 @@ def need_truth(functions: Sequence[str]) -> bool:
 
 def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: list[list[int]]) -> list[str]:
     """The texts of responses without special tokens, as `batch_decode` gives them. That holds the interpreter's lock,
-    half a millisecond for a thousand tokens; here other threads run meanwhile.
+    half a millisecond for a thousand tokens. Here other threads run meanwhile.
     """
     if not tokenizer.is_fast or tokenizer.clean_up_tokenization_spaces:
         return tokenizer.batch_decode(responses, skip_special_tokens=True)

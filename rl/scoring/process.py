@@ -13,7 +13,7 @@ START_SECONDS = 120  # to import the reward functions
 WALL_FACTOR = 4  # a response may take this many times its CPU seconds by the clock: it waits, or the machine is busy
 # A wait for a reply is divided into this many parts. If the job is suspended, that uses up at most one of them.
 LOOKS = 10
-MESSAGE_SECONDS = 60  # the longest pause in the middle of a message; after it, the message counts as lost
+MESSAGE_SECONDS = 60  # the longest pause in the middle of a message. After it, the message counts as lost.
 MAX_REPLY = 64 << 20  # bytes that a worker may send for one task
 TASKS_PER_WORKER = 1000  # then a fresh process takes over, whatever the functions have leaked
 

@@ -56,8 +56,8 @@ def try_functions(scorer: Any, rows: Iterable[Row], partner: Any = None) -> tupl
 
 
 def _right_responses(row: Row) -> dict[str, str]:
-    """Responses that should score well, by what they are: extra_info.answer, a whole right response, or else the ground
-    truth in ANSWER_FORMS; of a list or dict the first text in it.
+    """Responses that should score well, by what they are. That is extra_info.answer, which is a whole right response,
+    or else the ground truth in ANSWER_FORMS. Of a list or dict it is the first text in it.
     """
     answer, truth = row["extra_info"].get("answer"), row["reward_model"]["ground_truth"]
     if isinstance(answer, str):

@@ -1,6 +1,6 @@
 """The process that calls reward functions: one task in, one result out, until its connection closes. See pool.py.
 
-Tasks arrive as pickles from the trainer; results go back as JSON, so that nothing a reward function returns can do more
+Tasks arrive as pickles from the trainer. Results go back as JSON, so that nothing a reward function returns can do more
 than be a number. This file imports the standard library, the user's files, and guard.py, which says how such a process
 begins and ends.
 """
@@ -27,7 +27,7 @@ from extras.systems import SYSTEM
 from rl.scoring.guard import begin_worker
 
 TWO_SCORES = "the same response scored twice gave two scores; the reward is not a function of its input"
-Result = tuple[float | None, dict[str, float]]  # score and components of a response; score None means "no score"
+Result = tuple[float | None, dict[str, float]]  # score and components of a response. Score None means "no score".
 
 
 def traceback_text() -> str:
@@ -91,8 +91,8 @@ def as_number(value: Any) -> float:
 
 
 def read_result(value: Any) -> Result:
-    """What a reward function returned for a response. A dict has `score`, and its other finite numbers are components;
-    texts and other entries are left out. Raises ValueError without `score`, and for one that `as_number` refuses.
+    """What a reward function returned for a response. A dict has `score`, and its other finite numbers are components.
+    Texts and other entries are left out. Raises ValueError without `score`, and for one that `as_number` refuses.
     """
     parts = dict(value) if isinstance(value, dict) else {"score": value}
     if "score" not in parts:
@@ -118,9 +118,9 @@ def call(reward: Reward, calls: list[tuple]) -> list[Result]:
 
 
 def score(rewards: list[Reward], calls: list[tuple]) -> list[Result]:
-    """Weighted sum of all reward functions for each response of a task; no score if one of them gives none.
+    """Weighted sum of all reward functions for each response of a task. There is no score if one of them gives none.
 
-    With several functions each one's score is the component `label`, and its components are `label/key`; `acc`, the
+    With several functions each one's score is the component `label`, and its components are `label/key`. `acc`, the
     accuracy in an evaluation, is that of the first function, or its score.
     """
     totals: list[float | None] = [0.0] * len(calls)
@@ -160,7 +160,7 @@ class Rewards:
     def score(self, calls: list[tuple], twice: bool) -> dict[str, Any]:
         """Score the responses of a task, perhaps twice, and say if the results were not the same."""
         seconds = 1 + int(time.process_time() + self.timeout_s * len(calls) * (1 + twice))
-        limit(resource.RLIMIT_CPU, seconds, is_hard=False)  # beyond it SIGXCPU kills; the next task has a higher one
+        limit(resource.RLIMIT_CPU, seconds, is_hard=False)  # beyond it SIGXCPU kills. The next task has a higher one.
         scored = score(self.rewards, calls)
         again = score(self.rewards, calls) if twice else scored
         return {"scored": scored, "problem": "" if again == scored else TWO_SCORES}
@@ -175,7 +175,7 @@ def main() -> None:
             method, *arguments = connection.recv()
             try:
                 reply = getattr(rewards, method)(*arguments)
-            except BaseException as error:  # a reward may raise anything, SystemExit included; the run goes on
+            except BaseException as error:  # a reward may raise anything, SystemExit included. The run goes on.
                 is_last = method == "load" or isinstance(error, MemoryError)  # the process is of no use any more
                 problem = str(error) if getattr(error, "needs_no_traceback", False) else traceback_text()
                 reply = {"problem": problem, "status": "error", "is_last": is_last}

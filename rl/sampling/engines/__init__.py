@@ -1,4 +1,4 @@
-"""Rollout engines: `vllm` is the fast one, `hf` needs nothing but transformers; both do what base.py says."""
+"""Rollout engines: `vllm` is the fast one, `hf` needs nothing but transformers. Both do what base.py says."""
 
 from extras.engines import check_installed, make_hf
 from extras.families import check_routed

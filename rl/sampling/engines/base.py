@@ -27,17 +27,17 @@ class Engine:
     Ranks that share an engine (--tensor-model-parallel-size) enter `has_requests`, `step`, `abort`, `update_weights`,
     `sleep`, `wake` and `close` together. Each adds its own requests and gets its own completions.
 
-    Engines draw from the global random generators of torch and numpy, which whoever calls `step` seeds first; a request
+    Engines draw from the global random generators of torch and numpy, which whoever calls `step` seeds first. A request
     with a seed of its own has its own generator.
     """
 
     def __init__(self, ranks: Ranks, longest: int):
         self.device, self.rank, self.longest = ranks.device, ranks.rank, longest
         self.first_rank = ranks.rank  # of those that share this engine: they sample with one seed
-        self.group: dist.ProcessGroup | None = None  # of those ranks, for objects on the host; None for one rank alone
-        self.memory = 0  # bytes on the device that `sleep` gives back; `make_engine` measures it
-        self.policy_version = 0  # number of the weights: each push adds one; a resumed run sets it to its first step
-        # The dtype of the column "routed_experts" of completions; None if they do not have that column.
+        self.group: dist.ProcessGroup | None = None  # of those ranks, for objects on the host. One rank alone has none.
+        self.memory = 0  # bytes on the device that `sleep` gives back. `make_engine` measures it.
+        self.policy_version = 0  # number of the weights: each push adds one. A resumed run sets it to its first step.
+        # The dtype of the column "routed_experts" of completions, or None if they do not have that column.
         self.routing: np.dtype | None = None
         self.new: list[Completion] = []  # of this rank's requests that have not begun
         self.in_flight: dict[Any, Completion] = {}  # of those that have, of all ranks that share this engine
@@ -84,7 +84,7 @@ class Engine:
         raise NotImplementedError
 
     def sleep(self) -> None:
-        """Give the accelerator's memory back; `wake` and `update_weights` must follow. No request may be in flight."""
+        """Give the accelerator's memory back. `wake` and `update_weights` must follow. No request may be in flight."""
 
     def wake(self) -> None:
         """Take the memory again. What is in it is undefined until `update_weights`."""
@@ -93,6 +93,6 @@ class Engine:
         """Shut down, once every rank is done."""
 
     def _forget(self, names: Iterable[Any]) -> list[Completion]:
-        """Forget requests in flight, by their names; returns the completions of this rank."""
+        """Forget requests in flight, by their names. Returns the completions of this rank."""
         ended = [self.in_flight.pop(name) for name in names]
         return [x for x in ended if x.rank == self.rank]

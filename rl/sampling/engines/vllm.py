@@ -110,7 +110,7 @@ class Engine(base.Engine):
         self.group = parallel_state.get_tp_group().cpu_group if size > 1 else None
         self.core = self.llm.llm_engine.engine_core
         self.scheduler = self.core.engine_core.scheduler
-        # count: requests that were handed to vLLM so far; steps: how many were made since the last of them
+        # count: requests that were handed to vLLM so far. steps: how many were made since the last of them.
         self.count, self.steps, self.has_started = 0, 0, False
         if self.routing is None:  # otherwise vLLM's own scheduler must see every token, to collect its experts
             if vllm.__version__.startswith(TESTED):
@@ -238,7 +238,7 @@ def _of_gpu(flags: EngineFlags) -> dict[str, Any]:
         "worker_cls": "rl.sampling.engines.vllm_worker.Worker",
         "enable_chunked_prefill": True,
         "compilation_config": {"cudagraph_capture_sizes": graph_sizes(flags.max_num_seqs)},
-        # Some kernels of experts reorder their weights, which a push would not do again; this one does not.
+        # Some kernels of experts reorder their weights, which a push would not do again. This one does not.
         "moe_backend": "auto" if flags.is_quantized else "triton",
         # On Hopper GPUs vLLM would take FlashInfer's gated delta rule, installed or not.
         "additional_config": {"gdn_prefill_backend": "triton"},
@@ -257,7 +257,7 @@ def graph_sizes(most: int) -> list[int]:
 
 
 def _params(sampling: Sampling, seed: int | None) -> Any:
-    """vLLM's SamplingParams, which have our names. vLLM makes a shallow copy of them for each request; a deep one would
+    """vLLM's SamplingParams, which have our names. vLLM makes a shallow copy of them for each request. A deep one would
     take longer than all else that is done with a request.
     """
     from vllm import SamplingParams

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from rl.data.types import Completion
 
-TESTED = ("0.26.", "0.28.", "0.32.", "0.33.")  # of vLLM; tests/sampling/test_shortcuts.py has run on these
+TESTED = ("0.26.", "0.28.", "0.32.", "0.33.")  # of vLLM. tests/sampling/test_shortcuts.py has run on these
 
 
 def take_shortcuts(scheduler: Any, in_flight: dict[str, Completion]) -> None:
@@ -100,7 +100,7 @@ def take_shortcuts(scheduler: Any, in_flight: dict[str, Completion]) -> None:
 
 
 class _Logprobs(NamedTuple):
-    """In place of vLLM's LogprobsLists, which makes three arrays for every token; here `new_logprobs` is the number."""
+    """In place of vLLM's LogprobsLists, which makes three arrays for every token. Here `new_logprobs` is the number."""
 
     of_sampled: list[float]
 

@@ -28,7 +28,7 @@ def push_weights(llm: Any, named_tensors: NamedTensors, *, is_processed: bool) -
             expected &= of_files  # without what vLLM makes of weights, such as scales
         else:
             loaded = model.load_weights(stream())
-        # Of its own buffers, such as scales of a cache, vLLM says nothing; those that we push have to arrive.
+        # Of its own buffers, such as scales of a cache, vLLM says nothing. Those that we push have to arrive.
         expected |= pushed & {name for name, _ in model.named_buffers()}
         # vLLM before 0.32 leaves out a module of experts where it says what was loaded.
         missing = {name.replace(".routed_experts.", ".") for name in expected}
