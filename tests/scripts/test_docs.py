@@ -24,7 +24,8 @@ from rl.flags import SWITCH, build, check_limits, flat, marked
 from rl.formulas import advantages, losses
 
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "rewards" / "sandbox" / "README.md"]
-FRONT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md")]
+FRONT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+FRONT_PAGES += sorted((ROOT / "tests").glob("*.md"))
 FRONT_PAGES += sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 TORCHRUN = {option for action in get_args_parser()._actions for option in action.option_strings}
@@ -93,6 +94,12 @@ COMMANDS = [
     for page in [ROOT / "README.md", *PAGES]
     for line in commands(page.read_text())
 ]
+
+
+def test_every_page_is_tested():
+    folders = "docs tests benchmarks rewards rl extras data environments examples tools".split()
+    pages = [*ROOT.glob("*.md"), *(page for folder in folders for page in (ROOT / folder).rglob("*.md"))]
+    assert sorted(pages) == sorted([*FRONT_PAGES, *PAGES])
 
 
 def test_commands_are_found():
