@@ -243,7 +243,7 @@ def run_row(args: Args, row: Row, batch_size: int) -> None:
 
 
 def run(command: list[str], log: Path, timeout: float) -> str | None:
-    """Run a Python command with its output in `log`; returns None, or what went wrong. Ends what it started."""
+    """Run a Python command with its output in `log`. Returns None, or what went wrong. Ends what it started."""
     print(f"{log.stem}: python {' '.join(command)}", flush=True)
     environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ
     environment["MASTER_PORT"] = str(step_time.free_port())  # TRL's is always the same: one run a machine
@@ -271,7 +271,7 @@ def shared_flags(args: Args) -> list[str]:
 
 
 def trl_row(args: Args, row: Row, batch_size: int) -> dict[str, Any]:
-    """Run a row; returns its medians, or {"error": ...}."""
+    """Run a row. Returns its medians, or {"error": ...}."""
     name = f"{row}_{batch_size}"
     file = args.out / f"{name}.json"
     file.unlink(missing_ok=True)
@@ -300,7 +300,7 @@ def trl_row(args: Args, row: Row, batch_size: int) -> dict[str, Any]:
 
 
 def own_row(args: Args, flags: list[str]) -> dict[str, Any]:
-    """Run train_grpo.py through step_time.py; returns the same entries, or {"error": ...}."""
+    """Run train_grpo.py through step_time.py. Returns the same entries, or {"error": ...}."""
     row = "ours"
     command = [str(ROOT / "benchmarks" / "step_time.py"), *shared_flags(args), "--bare-rounds", "0"]
     command += ["--train-batch-size", str(args.prompts), "--lora-rank", str(args.lora_rank)]
@@ -347,7 +347,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def main(args: Args, flags: list[str]) -> list[dict[str, Any]]:
-    """Run all rows one after the other and print the table; returns its lines. `flags` are step_time.py's."""
+    """Run all rows one after the other and print the table. Returns its lines. `flags` are step_time.py's."""
     if find_spec("trl") is None or find_spec("datasets") is None:
         raise ModuleNotFoundError("TRL is not installed; pip install trl==1.16.0 datasets liger-kernel")
     if args.lora_rank and find_spec("peft") is None:

@@ -35,7 +35,7 @@ class Args:
 
 
 def run(command: str) -> float:
-    """Run a script of this repository with the current Python; returns seconds. A failure ends the demo."""
+    """Run a script of this repository with the current Python. Returns seconds. A failure ends the demo."""
     print(f"\n$ python {command}", flush=True)
     # One thread: on a model this small two are hardly faster, and far slower when anything else runs on the machine.
     env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ
@@ -71,7 +71,7 @@ def plot(lines: list[dict], path: Path) -> None:
 
 
 def main(args: Args) -> dict[str, float]:
-    """Run the five commands and write the summary; returns it."""
+    """Run the five commands and write the summary. Returns it."""
     os.chdir(ROOT)
     folder, data = args.run_dir, args.run_dir / "data"
     shutil.rmtree(folder, ignore_errors=True)

@@ -113,7 +113,7 @@ def commands(name: str, way: str, seed: int, args: Args) -> dict[str, tuple[str,
 
 
 def learn(name: str, way: str, seed: int, args: Args) -> dict:
-    """A run and its evaluation; returns what is to be known of it. Raises RuntimeError if the two differ."""
+    """A run and its evaluation. Returns what is to be known of it. Raises RuntimeError if the two differ."""
     made = commands(name, way, seed, args)
     for command, folder in made.values():
         run(command, folder)

@@ -12,7 +12,7 @@ from rewards.by_data_source import compute_score  # noqa: E402
 from rl.data.order import prompts_for_step
 
 # Arguments of TRL's GRPOConfig. Two things cannot be set alike: TRL adds 1e-4 to a group's standard deviation,
-# train_grpo.py 1e-6; TRL's weight decay spares biases and norms.
+# train_grpo.py 1e-6. TRL's weight decay spares biases and norms.
 SETTINGS = dict(
     num_iterations=1,
     temperature=1.0,
@@ -35,7 +35,7 @@ SETTINGS = dict(
 
 
 def prompts_in_order(rows: list[dict], steps: int, prompts: int, seed: int) -> list[dict[str, Any]]:
-    """The prompts of this many steps of train_grpo.py, each of `prompts` rows; the columns are what `score` gets."""
+    """The prompts of this many steps of train_grpo.py, each of `prompts` rows. The columns are what `score` gets."""
     in_order = [row for step in range(steps) for row in prompts_for_step(rows, step, prompts, seed)]
     columns = ("prompt", "data_source")
     return [{k: row[k] for k in columns} | {"truth": row["reward_model"]["ground_truth"]} for row in in_order]

@@ -6,9 +6,9 @@
 All runs of a setting start from one SFT checkpoint of the embedded arithmetic task (data/arithmetic.py), which is
 trained first and kept. A run differs from the others in its script and flags, which RUNS lists, and in its seed, which
 decides the order of the prompts and the sampling. Seconds are those of the whole process, start-up and evaluations
-included; train_seconds are those of the steps until an evaluation, without evaluations.
+included. train_seconds are those of the steps until an evaluation, without evaluations.
 
-Finished runs are skipped, so the same command again goes on where it stopped; failed ones are tried again, and so are
+Finished runs are skipped, so the same command again goes on where it stopped. Failed ones are tried again, and so are
 those whose command has changed. The results cover all runs of RUNS that are found in --work-dir:
 
     <work-dir>/<setting>/<run>/seed_<n>/     metrics.jsonl, output.log and result.json of a run
@@ -215,7 +215,7 @@ class Job(NamedTuple):
 
 
 def prepare(args: Args) -> str:
-    """Write the data and train the SFT checkpoint of the setting, unless they exist; returns the checkpoint's folder.
+    """Write the data and train the SFT checkpoint of the setting, unless they exist. Returns the checkpoint's folder.
 
     Raises: RuntimeError if the checkpoint was made by other commands than SETTINGS has now.
     """
@@ -242,7 +242,7 @@ def make_jobs(
 ) -> list[Job]:
     """One job a run and seed, seed by seed, so that all runs have their first seed early.
 
-    runs: script and flags of every run, by group and name; flags and extra: those of all runs, before and after them.
+    runs: script and flags of every run, by group and name. flags and extra: those of all runs, before and after them.
     A run with the word TEACHER learns from the last checkpoint of `grpo`, seed 0, which is then made too.
     """
     commands = {name: command for group in runs.values() for name, command in group.items()}
@@ -276,7 +276,7 @@ def result(job: Job) -> dict | None:
 
 
 def commit() -> str:
-    """Commit of the checkout, with "+changes" if what trains differs from it; a copy without .git has none."""
+    """Commit of the checkout, with "+changes" if what trains differs from it. A copy without .git has none."""
     if not (ROOT / ".git").exists():
         return "unknown"
 
@@ -339,10 +339,10 @@ def end_on_sigterm() -> None:
 def run_all(
     jobs: list[Job], at_a_time: int, timeout: float, *, gpus: tuple[int, ...] = (), stagger: float = 0.0
 ) -> None:
-    """Run jobs, `at_a_time` of them, and write a result.json for each; what still runs when this ends is killed.
+    """Run jobs, `at_a_time` of them, and write a result.json for each. What still runs when this ends is killed.
 
     A job sees one of `gpus`, that with the fewest jobs. Two starts are at least `stagger` seconds apart. A job that
-    needs what is not there yet waits; RuntimeError if nobody makes it.
+    needs what is not there yet waits. It is a RuntimeError if nobody makes it.
     """
     waiting, running, last_start = list(jobs), {}, -stagger
     try:
@@ -421,7 +421,7 @@ def table(results: list[dict]) -> str:
 
 
 def plot(results: list[dict], title: str, path: Path) -> None:
-    """A row per group of RUNS; left: accuracy against steps, right: against sampled responses."""
+    """A row per group of RUNS. Left: accuracy against steps, right: against sampled responses."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -455,7 +455,7 @@ def groups_found(runs: dict[str, dict[str, str]], found: set[str]) -> dict[str, 
 def curve(
     axis, runs: list[dict], x_name: str, label: str, color: str, error: Callable[[float], float] = lambda accuracy: 0.0
 ) -> None:
-    """Mean line and band from the lowest to the highest over the seeds; x is the mean over the seeds too.
+    """Mean line and band from the lowest to the highest over the seeds. x is the mean over the seeds too.
 
     Where some of the runs have ended, the line goes on dotted, over those that are left.
     `error`: how far the band goes beyond an accuracy.
@@ -485,7 +485,7 @@ def write_results(args: Args, results: list[dict]) -> None:
 
 
 def main(args: Args) -> list[dict]:
-    """Make the runs that are missing and write the results of all that are found; returns these."""
+    """Make the runs that are missing and write the results of all that are found. Returns these."""
     os.chdir(ROOT)
     if unknown := sorted(set(args.only) - set(NAMES)):
         raise ValueError(f"--only {' '.join(unknown)}: unknown; choose from {', '.join(NAMES)}")

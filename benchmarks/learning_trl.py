@@ -90,7 +90,7 @@ def settings(args: Args, variant: str, seed: int, folder: Path) -> dict[str, Any
 
 
 def train(args: Args, variant: str, seed: int, folder: Path) -> None:
-    """Train with TRL in this process; leaves config.json and metrics.jsonl as train_grpo.py does."""
+    """Train with TRL in this process. Leaves config.json and metrics.jsonl as train_grpo.py does."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -174,7 +174,7 @@ def table(results: list[dict], steps: tuple[int, ...]) -> str:
 
 
 def plot(ours: list[dict], theirs: list[dict], path: Path) -> None:
-    """Left: both trainers with equal settings; right: TRL's variants."""
+    """Left: both trainers with equal settings. Right: TRL's variants."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -197,7 +197,7 @@ def plot(ours: list[dict], theirs: list[dict], path: Path) -> None:
 
 
 def main(args: Args) -> list[dict]:
-    """Make the runs that are missing, write the results of all that are found, ours included; returns TRL's."""
+    """Make the runs that are missing, write the results of all that are found, ours included. Returns TRL's."""
     os.chdir(ROOT)
     if find_spec("trl") is None or find_spec("datasets") is None:
         raise ModuleNotFoundError("TRL is not installed; pip install trl==1.16.0 datasets")

@@ -35,7 +35,7 @@ class Args:
 
 
 def named(path: Path) -> list[Requirement]:
-    """The requirements that a file lists, one for each line; options such as `-e .` are left out."""
+    """The requirements that a file lists, one for each line. Options such as `-e .` are left out."""
     lines = (line.split(" #")[0].strip() for line in path.read_text().splitlines())
     return [Requirement(line) for line in lines if line and line[0] not in "-#"]
 

@@ -78,7 +78,7 @@ def config_of(shape: str, layers: int | None = None, **options: Any) -> PreTrain
 
 
 def hybrid(common: dict[str, Any], key_heads: int, value_heads: int) -> PreTrainedConfig:
-    """As Qwen publishes them. Three of four layers are gated delta nets; ids of images end the vocabulary."""
+    """As Qwen publishes them. Three of four layers are gated delta nets. Ids of images end the vocabulary."""
     heads = dict(head_dim=256, linear_num_key_heads=key_heads, linear_num_value_heads=value_heads)
     heads["mamba_ssm_dtype"] = "float32"  # of vLLM's states
     rope = common["rope_parameters"] | dict(partial_rotary_factor=0.25, mrope_section=[11, 11, 10], rope_theta=1e7)

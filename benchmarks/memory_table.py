@@ -64,7 +64,7 @@ def tables(args: Args) -> str:
 
 
 def choice(flags: train_grpo.Args, card: str, gpus: int) -> Choice | None:
-    """What is chosen for cards of this name; None if nothing fits."""
+    """What is chosen for cards of this name, or None if nothing fits."""
     hardware = Hardware(int(cards.named(card).card.gib * GIB), ENOUGH, gpus, gpus)
     try:
         return choose(load_of(flags, hardware), flags.memory, hardware)

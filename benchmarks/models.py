@@ -209,7 +209,7 @@ def one_by_one(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
-    """What the table says of a family. Refusals are among it; other errors are raised."""
+    """What the table says of a family. Refusals are among it. Other errors are raised."""
     from transformers import AutoConfig
 
     import sft
@@ -398,7 +398,7 @@ def in_forks(name: str, runs: list[Callable[[], dict[str, Any]]], log: Path) -> 
 
 
 def learn(name: str, seed: int, args: Args) -> None:
-    """Teach a new model of a family the arithmetic task, or one that sees images to count dots (data/dots.py); leaves
+    """Teach a new model of a family the arithmetic task, or one that sees images to count dots (data/dots.py). Leaves
     NAME-SEED.log and NAME-SEED.metrics.jsonl, of GRPO.
     """
     from data import dots
@@ -474,7 +474,7 @@ def main(args: Args) -> None:
 def table(found: dict[str, dict[str, Any]]) -> str:
     """Markdown of the results: families by how they run, then why some run padded, and why vLLM does not serve some.
 
-    A difference above 1e-5 stands behind its family; a line has the largest of all others.
+    A difference above 1e-5 stands behind its family. A line has the largest of all others.
     """
     groups, padded, errors = {}, {}, {}
     largest = {"logprob_gap": 0.0, "export_loss_gap": 0.0, "engine_gap": 0.0}

@@ -8,7 +8,7 @@
 Random weights, prompts of digits, responses of geometric lengths, as benchmarks/step_time.py makes them. A run begins
 in the steady state: responses in flight get random tokens, as many as extras/plan/simulation.py says, instead of the
 minutes of sampling after which they would have them. Behind -- stand flags of train_grpo.py. report.json in --out is
-written after every run; python -m extras.plan.simulation --report compares it with the model.
+written after every run. extras.plan.simulation --report compares it with the model.
 """
 
 import gc
@@ -116,7 +116,7 @@ def seeded_stream(args: Args, share: float, vocabulary: int) -> type[InFlight]:
 
 
 def run(args: Args, share: float, steps: int, words: list[str], name: str, *, max_length: int) -> dict[str, Any]:
-    """Run train_grpo.py in this process; returns medians of its steps."""
+    """Run train_grpo.py in this process. Returns medians of its steps."""
     folder = args.out / name
     shutil.rmtree(folder, ignore_errors=True)
     own = f"--partial-rollouts {share} --max-response-length {max_length} --total-training-steps {steps}".split()
@@ -145,7 +145,7 @@ def run(args: Args, share: float, steps: int, words: list[str], name: str, *, ma
 
 
 def main(args: Args, flags: list[str]) -> dict[str, Any]:
-    """Measure each share; returns the report. `flags` are train_grpo.py's."""
+    """Measure each share. Returns the report. `flags` are train_grpo.py's."""
     if len(args.shares) != len(args.steps):
         raise ValueError(f"--shares has {len(args.shares)} values and --steps {len(args.steps)}; give as many of each")
     for folder in (args.out, args.cache):
@@ -186,7 +186,7 @@ def main(args: Args, flags: list[str]) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as text; "of sync": seconds a thousand response tokens, against F = 0."""
+    """The report as text. "of sync": seconds a thousand response tokens, against F = 0."""
     names = f"{'push':>7}{'update':>8}{'length':>8}{'s/1000':>9}{'of sync':>9}"
     rows = [f"{'F':>6}{'steps':>6}{'s/step':>8}{'gen':>8}{names}"]
     base = next((x["seconds_per_1000"] for x in report["runs"] if x["share"] == 0), float("nan"))

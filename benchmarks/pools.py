@@ -75,7 +75,7 @@ def run(script: str, ranks: int, words: list[str], folder: Path, env: dict[str, 
 
 
 def main(args: Args, flags: list[str]) -> dict[str, dict[str, float]]:
-    """Run both scripts; returns what `measure` finds by name."""
+    """Run both scripts. Returns what `measure` finds by name."""
     args.out.mkdir(parents=True, exist_ok=True)
     args.cache.mkdir(parents=True, exist_ok=True)
     model = step_time.model_folder(args.shape, args.tokenizer, args.cache, "geometric", args.mean_length)

@@ -253,7 +253,7 @@ def table(results: list[dict], n: int) -> str:
 def plot(results: list[dict], title: str, n: int, path: Path, runs: dict[str, dict[str, str]] = RUNS) -> None:
     """A row per group of `runs`, with GRPO in each: accuracy against steps, responses and seconds, the mean over seeds.
     A band goes from the lowest seed to the highest, with one standard error beyond each. A run whose result has no
-    train_seconds, because they compare with nothing, is in the first two only; a third is drawn if any run has them.
+    train_seconds, because they compare with nothing, is in the first two only. A third is drawn if any run has them.
     """
     import matplotlib
 
@@ -324,7 +324,7 @@ def write_results(args: Args, results: list[dict]) -> None:
 
 
 def main(args: Args) -> list[dict]:
-    """Make the runs that are missing and write the results of all that are found; returns these."""
+    """Make the runs that are missing and write the results of all that are found. Returns these."""
     os.chdir(ROOT)
     if unknown := sorted(set(args.only) - set(NAMES)):
         raise ValueError(f"--only {' '.join(unknown)}: unknown; choose from {', '.join(NAMES)}")

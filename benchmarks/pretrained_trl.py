@@ -9,7 +9,7 @@ TRL has its fastest settings from benchmarks/compare_trl.py: no activation check
 detokenizer in vLLM, no correction for the sampler. Not equal: TRL adds 1e-4 to a group's standard deviation,
 train_grpo.py 1e-6.
 
-Writes config.json and metrics.jsonl with the names of train_grpo.py; timing_s/step is the time from the begin of a step
+Writes config.json and metrics.jsonl with the names of train_grpo.py. timing_s/step is the time from the begin of a step
 to its end, without evaluations. Flags of train_grpo.py that are not listed are ignored.
 """
 

@@ -40,7 +40,7 @@ from rl.sampling.groups import sample_groups  # noqa: E402
 @dataclass(frozen=True)
 class Args:
     out: Path = Path("runs/router_replay")  # folder to write
-    shape: Literal["30B-A3B", "3B-dense", "tiny"] = "30B-A3B"  # of layers; the dense one shows what rounding does alone
+    shape: Literal["30B-A3B", "3B-dense", "tiny"] = "30B-A3B"  # of layers. The dense one shows what rounding does alone
     depths: tuple[int, ...] = (2, 8, 16)  # numbers of layers that count, the largest last
     engine: Literal["vllm", "hf"] = "vllm"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -77,7 +77,7 @@ def shape_config(args: Args) -> PreTrainedConfig:
 
 
 def local_of(x: torch.Tensor) -> torch.Tensor:
-    """A parameter as a plain tensor; there is one rank."""
+    """A parameter as a plain tensor. There is one rank."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -113,7 +113,7 @@ def differences(model: torch.nn.Module, batch: Batch, sampling: Sampling, replay
 
 
 def main(args: Args) -> list[dict]:
-    """Measure each depth; returns its lines."""
+    """Measure each depth. Returns its lines."""
     ranks = replace(init_ranks(), dtype=getattr(torch, args.dtype))
     args.out.mkdir(parents=True, exist_ok=True)
     config = shape_config(args)

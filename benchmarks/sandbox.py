@@ -51,7 +51,7 @@ def state() -> dict[str, int]:
 
 
 def judge(problems: list[dict], indices: range, bad: bool, barrier, results) -> None:
-    """Evaluate problems by index; puts (seconds, CPU seconds, state before, state after)."""
+    """Evaluate problems by index. Puts (seconds, CPU seconds, state before, state after)."""
     self_test()
     run_tests("def f(): return 1", ["assert f() == 1"])
     ends = list(ENDS.items())

@@ -71,7 +71,7 @@ def unshared() -> AbstractContextManager:
 
 
 def backward(model: nn.Module, batch: Batch, rows: list[int], device: torch.device) -> torch.Tensor:
-    """Forward and backward pass of one micro-batch; returns log-probs (b, t) on the device."""
+    """Forward and backward pass of one micro-batch. Returns log-probs (b, t) on the device."""
     micro = take_rows(batch, rows, device)
     logp, _ = logprobs.token_logprobs(model, micro)
     (logp * torch.linspace(-1, 1, len(rows), device=device)[:, None]).mean().backward()

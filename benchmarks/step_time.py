@@ -172,7 +172,7 @@ def write_prompts(path: Path, count: int, length: int, model: str) -> None:
 
 
 def train_args(args: Args, model: Path, prompts: Path, flags: list[str]) -> train_grpo.Args:
-    """Arguments of the run; the last `flags` win."""
+    """Arguments of the run. The last `flags` win."""
     words = (
         f"--max-prompt-length {args.prompt_length} --total-training-steps {args.steps} --no-val-before-train "
         f"--test-freq -1 --save-freq 0 --log-samples-freq 0 --resume-mode disable {STEP} "
@@ -300,7 +300,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Medians over the steps after `warmup`. `lines`: one of metrics.jsonl a step, `notes`: of `record_updates`.
 
-    `peak` in FLOP/s of one device; `bare` in response tokens per second of all of them.
+    `peak` in FLOP/s of one device. `bare` in response tokens per second of all of them.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(train.model).get_text_config())
@@ -387,7 +387,7 @@ def versions() -> dict[str, str]:
 
 
 def main(args: Args, flags: list[str]) -> dict[str, Any]:
-    """Build, compare, train and report; returns the report. `flags` are train_grpo.py's."""
+    """Build, compare, train and report. Returns the report. `flags` are train_grpo.py's."""
     if not 0 <= args.warmup < args.steps:
         raise ValueError(f"--warmup {args.warmup} must be less than --steps {args.steps}: the rest is measured")
     ranks = init_ranks()

@@ -82,7 +82,7 @@ def look_up(data: Any, keys: list[str], where: Mapping[str, Any]) -> Any:
 
 
 def choose_steps(points: list[Point], steps: str) -> list[float]:
-    """Values at the steps that a text such as "2-6" or "2,3,6-8" names; "all" means all of them."""
+    """Values at the steps that a text such as "2-6" or "2,3,6-8" names. "all" means all of them."""
     if steps == "all":
         return [x.value for x in points]
     ranges = [part.partition("-") for part in steps.split(",")]
@@ -113,7 +113,7 @@ def read_figure(path: Path, spec: Mapping[str, Any], steps: str) -> float:
 class Figures(Mapping):
     """What is known of a run or a measurement, by name: `x["step"]` or `x.step`.
 
-    An entry that is a dict says where a figure is found; the figure is read or computed when it is asked for. All other
+    An entry that is a dict says where a figure is found. The figure is read or computed when it is asked for. All other
     entries are given back as they are: numbers, texts, and the runs of a measurement.
     """
 
@@ -231,7 +231,7 @@ def from_page(page: Path, table: str) -> str:
 
 
 def update_pages(pages: Mapping[Path, str], *, check: bool) -> int:
-    """Write the pages whose tables are out of date, or with `check` only name them; returns the exit status."""
+    """Write the pages whose tables are out of date, or with `check` only name them. Returns the exit status."""
     tables = make_tables()
     seen = {page: {name: from_page(page, table) for name, table in tables.items()} for page in pages}
     stale = {page: new for page, text in pages.items() if (new := fill(text, seen[page])) != text}
@@ -286,7 +286,7 @@ def trim(results: Path = RESULTS) -> None:
 
 
 def main(words: list[str]) -> int:
-    """What the command line asks for; returns the exit status."""
+    """What the command line asks for. Returns the exit status."""
     if words[:1] == ["--figures"] and len(words) <= 2:
         print_figures(words[1] if words[1:] else "")
         return 0

@@ -196,7 +196,7 @@ class Script:
         self.has_turns = False  # or all that a conversation samples is one turn
         self.begun: dict[Hashable, int] = defaultdict(int)  # turns of each response
         self.lengths = functools.cache(self._lengths)
-        # Tokens behind the prompt of the longest conversation; an answer of the tool gets 50.
+        # Tokens behind the prompt of the longest conversation. An answer of the tool gets 50.
         self.longest = (2 * args.turns - 1) * (args.turn_length * 3 // 2 + 50) + 50
 
     def _lengths(self, key: Hashable) -> list[int]:
@@ -337,7 +337,7 @@ def profiled(run: Callable[[], Run]) -> dict[str, Any]:
 
 
 def main(args: Args) -> list[dict]:
-    """Measure; returns the lines. Raises ValueError if there is no GPU to profile."""
+    """Measure. Returns the lines. Raises ValueError if there is no GPU to profile."""
     if args.profile and not torch.cuda.is_available():
         raise ValueError("--profile: no GPU is visible here, and only kernels of a GPU are profiled; leave it out")
     kinds = [("plain", None), ("seeded", None), *(("conversations", latency) for latency in args.latencies)]

@@ -2,7 +2,7 @@
 
     python data/arithmetic.py --output-dir data/arithmetic
 
-A question is a first number and four operations, `4+3-5+2+1=?`; every operand is 1..9 and every running total 0..9, or
+A question is a first number and four operations, `4+3-5+2+1=?`. Every operand is 1..9 and every running total 0..9, or
 0..--max-total. The full answer shows each step and ends as GSM8K's do, so the GSM8K rule grades it:
 
     4+3=7
@@ -74,7 +74,7 @@ def chain_totals(index: int, max_total: int = 9) -> list[int] | None:
     """The five running totals of chain `index`: a first number 1..9, then each time one of the other totals within 9.
 
     Up to a `max_total` of 9 there are always that many others, and every index in 0..59,048 is a chain. Beyond it their
-    number depends on the total; an index that chooses one too many is no chain, and gives None.
+    number depends on the total. An index that chooses one too many is no chain, and gives None.
     """
     base, totals = min(max_total, 18), [index % 9 + 1]
     index //= 9
@@ -95,7 +95,7 @@ def question(totals: list[int]) -> str:
 
 
 def worked_steps(totals: list[int], stated: list[int]) -> str:
-    """One line per step; `stated` are the totals the writer claims, equal to `totals` if there is no mistake."""
+    """One line per step. `stated` are the totals the writer claims, equal to `totals` if there is no mistake."""
     steps = zip(pairwise(totals), pairwise(stated), strict=True)
     return "".join(f"{s}{b - a:+d}={t}\n" for (a, b), (s, t) in steps)
 
@@ -203,7 +203,7 @@ def save_model(
 
 
 def main(args: Args) -> dict[str, int]:
-    """Write the data set and the model; returns the number of rows of each file."""
+    """Write the data set and the model. Returns the number of rows of each file."""
     if not 9 <= args.max_total <= 99:
         raise ValueError(f"--max-total {args.max_total} must be within 9 and 99")
     rng = random.Random(args.seed)

@@ -108,7 +108,7 @@ def rl_row(question: str, split: str, index: int) -> dict:
 
 
 def main(args: Args) -> dict[str, int]:
-    """Write the data set and the model; returns the number of rows of each file."""
+    """Write the data set and the model. Returns the number of rows of each file."""
     if min(args.num_sft, args.num_train, args.num_test) < 1 or args.num_train + args.num_test > 90**3:
         raise ValueError(
             f"--num-sft {args.num_sft}, --num-train {args.num_train} and --num-test {args.num_test} must be at least "

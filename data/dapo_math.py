@@ -4,7 +4,7 @@
     python data/dapo_math.py --source train.parquet --aime-source aime.parquet    # from disk, no network
 
 The published files are in verl's RL schema already, but repeat their problems: 1,791,700 rows hold about 17 thousand
-problems, and 960 rows hold 30. Here each problem stands once, at its first place; problems with two different ground
+problems, and 960 rows hold 30. Here each problem stands once, at its first place. Problems with two different ground
 truths are left out. The prompts ask for a last line `Answer: ...`, which rewards/math_dapo.py grades.
 
 Writes train.parquet (data_source math_dapo) and aime_2024.parquet (data_source aime_2024).
@@ -37,7 +37,7 @@ class Args:
 
 
 def locate(source: str, flag: str) -> list[Path]:
-    """The files of `source`, downloaded if it is a data set on the hub; `flag` names it in the error.
+    """The files of `source`, downloaded if it is a data set on the hub. `flag` names it in the error.
 
     Raises:
         FileNotFoundError: neither on disk nor of the form owner/name, or without parquet files.
@@ -62,7 +62,7 @@ def read_rows(paths: list[Path]) -> Iterator[dict[str, Any]]:
 
 
 def to_row(source_row: dict[str, Any], data_source: str, split: str, where: str) -> dict:
-    """One row in verl's RL schema; `where` names it in the error. extra_info.id is the source's extra_info.index.
+    """One row in verl's RL schema. `where` names it in the error. extra_info.id is the source's extra_info.index.
 
     Raises:
         ValueError: prompt or ground truth is missing.
@@ -83,7 +83,7 @@ def to_row(source_row: dict[str, Any], data_source: str, split: str, where: str)
 
 
 def distinct(rows: Iterator[dict[str, Any]], data_source: str, split: str, flag: str) -> list[dict]:
-    """Each prompt once, in the order of first appearance, without prompts that have two ground truths; prints counts.
+    """Each prompt once, in the order of first appearance, without prompts that have two ground truths. Prints counts.
 
     Raises:
         ValueError: a row is unfit.
@@ -103,7 +103,7 @@ def distinct(rows: Iterator[dict[str, Any]], data_source: str, split: str, flag:
 
 
 def main(args: Args) -> dict[str, int]:
-    """Write both files; returns the number of rows of each.
+    """Write both files. Returns the number of rows of each.
 
     Raises:
         FileNotFoundError: there is no such source.

@@ -200,7 +200,7 @@ def save_model(folder: Path, name: str = "qwen3_vl", seed: int = 0) -> None:
 
 
 def main(args: Args) -> dict[str, int]:
-    """Write the data set and the model; returns the number of rows of each file."""
+    """Write the data set and the model. Returns the number of rows of each file."""
     rng = random.Random(args.seed)
     tables = {
         "sft": [sft_row(rng) for _ in range(args.num_sft)],

@@ -43,7 +43,7 @@ def _read(file: Path) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, tables: dict[str, list[dict[str, Any]]]) -> dict[str, int]:
-    """Write <folder>/<name>.parquet for each table, and print its size and sha256; returns the number of its rows."""
+    """Write <folder>/<name>.parquet for each table, and print its size and sha256. Returns the number of its rows."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in tables.items():
         path = folder / f"{name}.parquet"

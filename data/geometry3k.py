@@ -4,7 +4,7 @@ r"""Prepare Geometry3K (plane geometry with drawings, Lu et al. 2021) for traini
     python data/geometry3k.py --source <folder>                     # from disk, no network
 
 Writes train.parquet (2,101 problems) and test.parquet (601) in verl's RL schema with its column `images`, by verl's
-prompt. The ground truth is the answer; a box at the end is compared with it.
+prompt. The ground truth is the answer. A box at the end is compared with it.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ def to_row(source_row: dict[str, Any], split: str, index: int) -> dict:
 
 
 def main(args: Args) -> dict[str, int]:
-    """Write both files; returns the number of rows of each."""
+    """Write both files. Returns the number of rows of each."""
     source = files.locate(args.source, "data/*.parquet")
     tables = {split: [to_row(row, split, i) for i, row in enumerate(read_split(source, split))] for split in SPLITS}
     return files.write(args.output_dir, tables)

@@ -5,12 +5,12 @@
     python data/grail.py --task mbpp --source <mbpp.jsonl>   # 374 and 90: MBPP's training and validation problems
 
 Writes train.parquet and test.parquet in verl's RL schema. The prompt is the system message SYSTEM_PROMPT and the bare
-problem; MBPP's adds the function's first line, for its name could not be guessed. The ground truth is GSM8K's whole
+problem. MBPP's adds the function's first line, for its name could not be guessed. The ground truth is GSM8K's whole
 reference answer, the content of the last box of MATH's solution (GRAIL: the first), and MBPP's tests as JSON text.
-`extra_info["answer"]` is the reference as a tagged response. Two of MATH's 7,500 problems have an empty box; they take
+`extra_info["answer"]` is the reference as a tagged response. Two of MATH's 7,500 problems have an empty box. They take
 part in the draw and are then left out.
 
-GRAIL's documentation gives 374 MBPP problems for training; its code takes 774, 400 of them from the test set. These are
+GRAIL's documentation gives 374 MBPP problems for training. Its code takes 774, 400 of them from the test set. These are
 the 374, so the 500 test problems stay unseen.
 """
 
@@ -31,7 +31,7 @@ Place your reasoning between <start_working_out> and </end_working_out>.
 You may write and reason about code during your thinking.
 After thinking, you MUST provide your final solution wrapped in <SOLUTION> and </SOLUTION> tags.
 Any code outside <SOLUTION> tags will be ignored. Your answer will score 0 without these tags."""
-# Plain ChatML, which GRAIL gives to every model; Qwen's own template renders these prompts the same.
+# Plain ChatML, which GRAIL gives to every model. Qwen's own template renders these prompts the same.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -103,7 +103,7 @@ def tagged(reasoning: str, answer: str) -> str:
 
 
 def make(row: Callable[[Any, str, int], dict | None], train: list, evaluation: list) -> tuple[list[dict], list[dict]]:
-    """Both splits, by `row(source row, "train" or "eval", number)`; a problem for which that gives None is left out."""
+    """Both splits, by `row(source row, "train" or "eval", number)`. A problem for which that gives None is left out."""
     splits = {"train": train, "eval": evaluation}
     made = {split: [row(problem, split, i) for i, problem in enumerate(rows)] for split, rows in splits.items()}
     return tuple(math_dataset.without_empty(rows, split) for split, rows in made.items())
@@ -128,7 +128,7 @@ TASKS = {
 
 
 def main(args: Args) -> dict[str, int]:
-    """Write the files; returns the number of rows of each split."""
+    """Write the files. Returns the number of rows of each split."""
     read, default_source = TASKS[args.task]
     tables = dict(zip(("train", "test"), read(args.source or default_source), strict=True))
     output_dir = args.output_dir or Path(f"data/grail_{args.task}")

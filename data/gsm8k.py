@@ -48,7 +48,7 @@ def read_split(folder: Path, split: str) -> list[dict[str, str]]:
 
 
 def final_number(answer: str, where: str) -> str:
-    """The number after the last `####`, without commas; `where` names the row in the error."""
+    """The number after the last `####`, without commas. `where` names the row in the error."""
     match = re.search(r"####\s*(-?[0-9][0-9.,]*)\s*$", answer)
     if match is None:
         raise ValueError(f"{where}: the answer {answer[-80:]!r} does not end with #### and a number; fix the source")
@@ -79,7 +79,7 @@ def sft_row(row: dict) -> dict:
 
 
 def main(args: Args) -> dict[str, int]:
-    """Write the files; returns the number of rows of each."""
+    """Write the files. Returns the number of rows of each."""
     folder = files.locate(args.source, HUB_FILES)
     tables = {
         split: [to_row(row, split, i) for i, row in enumerate(read_split(folder, split))] for split in ("train", "test")

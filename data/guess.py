@@ -9,7 +9,7 @@ halves what is left, and the first is `17`. One demonstration in three does so. 
 number, and find 4 of 15: reinforcement learning has to find out what pays.
 
 Writes sft.parquet (messages), train.parquet and test.parquet (verl's RL schema), and model/: the model of
-data/arithmetic.py, whose tokenizer also has words for this. A game is a range and a number; no test game is in the
+data/arithmetic.py, whose tokenizer also has words for this. A game is a range and a number. No test game is in the
 other files.
 """
 
@@ -70,7 +70,7 @@ def rl_row(low: int, secret: int, split: str, index: int) -> dict:
 
 
 def main(args: Args) -> dict[str, int]:
-    """Write the data set and the model; returns the number of rows of each file."""
+    """Write the data set and the model. Returns the number of rows of each file."""
     if not 1 <= args.num_ranges <= 76 or args.num_sft < 1 or not 1 <= args.num_test < args.num_ranges * SIZE:
         raise ValueError(
             f"--num-ranges {args.num_ranges} must be within 1 and 76, --num-sft {args.num_sft} at least 1, and "

@@ -5,7 +5,7 @@
 
 Writes test.parquet in verl's RL schema. A row's fields are task_id, prompt, entry_point, canonical_solution and test,
 which defines `check(candidate)`. Class-level sets fit too: prompt is then the skeleton of a class, entry_point its
-name, and test has unittest.TestCase classes; own_eq and in_place, if a row has them, go into the ground truth.
+name, and test has unittest.TestCase classes. own_eq and in_place, if a row has them, go into the ground truth.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ def to_row(row: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 def main(args: Args) -> int:
-    """Write test.parquet; returns the number of its rows."""
+    """Write test.parquet. Returns the number of its rows."""
     rows = [to_row(row, i) for i, row in enumerate(read_rows(args.source))]
     if not rows:
         raise ValueError(f"--source {args.source}: has no rows")

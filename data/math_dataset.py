@@ -69,7 +69,7 @@ def read_split(source: Path, split: str) -> list[dict[str, Any]]:
 
 
 def to_row(source_row: dict[str, Any], data_source: str, split: str, index: int) -> dict | None:
-    """One row in verl's RL schema, or None if the last box of the solution is empty; level is 1 to 5, or 0 if unknown.
+    """One row in verl's RL schema, or None if the last box of the solution is empty. Level is 1 to 5, or 0 if unknown.
 
     Raises:
         ValueError: problem or solution is missing, or the solution has no box.
@@ -109,7 +109,7 @@ def without_empty(rows: list[dict | None], split: str) -> list[dict]:
 
 
 def subject(source_row: dict[str, Any]) -> str:
-    """`Counting & Probability` -> counting_and_probability; empty if the row has neither subject nor type."""
+    """`Counting & Probability` -> counting_and_probability, or empty if the row has neither subject nor type."""
     name = source_row.get("subject") or source_row.get("type") or ""
     return name.lower().replace(" & ", "_and_").replace(" ", "_")
 
@@ -117,7 +117,7 @@ def subject(source_row: dict[str, Any]) -> str:
 def hold_out(rows: list[dict[str, Any]], num: int, seed: int = 42) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """GRAIL's split: (training rows, `num` held-out rows), both subject by subject and otherwise in their order.
 
-    Each subject gives its share of `num`, rounded; the last gives what is left. One generator shuffles the positions
+    Each subject gives its share of `num`, rounded. The last gives what is left. One generator shuffles the positions
     of every subject in turn, and the first ones are held out.
 
     Raises:
@@ -141,7 +141,7 @@ def hold_out(rows: list[dict[str, Any]], num: int, seed: int = 42) -> tuple[list
 
 
 def main(args: Args) -> dict[str, int]:
-    """Write the files; returns the number of rows of each.
+    """Write the files. Returns the number of rows of each.
 
     Raises:
         ValueError: the source has other numbers of problems than the split says, or a row is unfit.

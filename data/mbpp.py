@@ -5,7 +5,7 @@
     python data/mbpp.py --source <mbpp.jsonl>                       # from disk, no network
 
 Writes train.parquet and test.parquet in verl's RL schema, by task id. The splits are the data set's own: train 601-974,
-validation 511-600, test 11-510; 1-10 are few-shot prompts and not used. The ground truth is the asserts, as JSON text.
+validation 511-600, test 11-510. 1-10 are few-shot prompts and not used. The ground truth is the asserts, as JSON text.
 """
 
 import ast
@@ -114,7 +114,7 @@ def to_row(source_row: dict[str, Any], split: str, index: int, show_tests: bool 
 
 
 def main(args: Args) -> dict[str, int]:
-    """Write both files; returns the number of rows of each."""
+    """Write both files. Returns the number of rows of each."""
     by_id = {row.get("task_id"): row for row in read_rows(args.source)}
     tables = {}
     for name, split in {"train": "train", "test": args.eval_split}.items():

@@ -32,7 +32,7 @@ sys.path.append(str(Path(__file__).parent.parent))  # run as a script, only this
 from data import files  # noqa: E402
 
 Messages = list[dict[str, str]]
-# Where a split's files lie in a folder; the first pattern that any file matches is taken.
+# Where a split's files lie in a folder. The first pattern that any file matches is taken.
 LAYOUTS = ["{split}_prefs-*.parquet", "{split}-*.parquet", "{split}.parquet", "{split}.jsonl", "{split}.jsonl.gz"]
 
 
@@ -51,7 +51,7 @@ class Args:
 
 
 def split_files(path: Path, split: str) -> list[Path]:
-    """The files of a split in a folder and its subfolders, or [] if there are none; a file is its own train split."""
+    """The files of a split in a folder and its subfolders, or [] if there are none. A file is its own train split."""
     if path.is_file():
         return [path] if split == "train" else []
     found = (sorted(path.rglob(layout.format(split=split))) for layout in LAYOUTS)
@@ -89,7 +89,7 @@ def split_dialogue(text: str) -> tuple[str, str]:
 
 
 def dialogue_messages(context: str) -> Messages | None:
-    """Messages of `\\n\\nHuman: a\\n\\nAssistant: b\\n\\nHuman: c`; None if turns do not alternate or one is empty."""
+    """Messages of `\\n\\nHuman: a\\n\\nAssistant: b\\n\\nHuman: c`, or None if turns do not alternate or are empty."""
     start, *pieces = re.split(r"\n\n(Human|Assistant):", context)
     speakers, texts = pieces[::2], [text.strip() for text in pieces[1::2]]
     expected = ["Assistant" if i % 2 else "Human" for i in range(len(speakers))]
@@ -156,7 +156,7 @@ def hold_out(pairs: list[dict], fraction: float, seed: int) -> tuple[list[dict],
 
 
 def main(args: Args) -> dict[str, int]:
-    """Write both files; returns the number of pairs of each split."""
+    """Write both files. Returns the number of pairs of each split."""
     if not 0 <= args.test_fraction < 1:
         raise ValueError(f"--test-fraction {args.test_fraction}: give a share from 0 to below 1")
     patterns = [f"*{layout.format(split=split)}" for layout in LAYOUTS for split in ("train", "test")]

@@ -62,7 +62,7 @@ def logprobs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> torc
 
 
 def main(args: Args) -> float:
-    """Write the folder; returns the largest difference between its log-probs and those of the GGUF file.
+    """Write the folder. Returns the largest difference between its log-probs and those of the GGUF file.
 
     Raises:
         RuntimeError: they differ by more than 1e-4.

@@ -50,7 +50,7 @@ class Args:
 def take_step(count: int, name: str, things: str, rng: random.Random) -> tuple[int, str, str] | None:
     """One thing that happens to a count: the new count, the sentence, and the line that works it out.
 
-    None if the kind that was drawn does not fit the count; draw again then.
+    It is None if the kind that was drawn does not fit the count. Then another one is drawn.
     """
     friend = rng.choice([other for other in NAMES if other != name])
     kind = rng.randrange(6)
@@ -124,7 +124,7 @@ def rl_row(found: tuple[str, str, int], split: str, index: int) -> dict:
 
 
 def main(args: Args) -> dict[str, int]:
-    """Write the files; returns the number of rows of each."""
+    """Write the files. Returns the number of rows of each."""
     sizes = {"test": args.num_test, "train": args.num_train, "sft": args.num_sft}
     if min(sizes.values()) < 1:
         raise ValueError(

@@ -33,7 +33,7 @@ class FromTRL:
     """A conversation with an object of `factory`."""
 
     factory: Callable[[], Any]
-    max_tool_response_length = 4096  # characters of a tool's result; more are cut, with a mark
+    max_tool_response_length = 4096  # characters of a tool's result. More are cut, with a mark.
 
     def __init_subclass__(cls) -> None:
         cls.factory = staticmethod(cls.factory)

@@ -12,9 +12,9 @@ mine.py, for an installed environment `wordle`:
         name = "wordle"
         arguments = {}  # those of load_environment; with 0.4 fields of its EnvConfig, such as {"taskset": {...}}
 
-`write` writes its prompts. verifiers runs the conversation itself, with its stops, tools and rubric; when it asks its
+`write` writes its prompts. verifiers runs the conversation itself, with its stops, tools and rubric. When it asks its
 model it asks a server in the conversation's process, and gets what the policy has sampled. `random` is seeded alike for
-a group. The reward comes when verifiers ends the conversation; where --max-turns or --max-response-length does that
+a group. The reward comes when verifiers ends the conversation, where --max-turns or --max-response-length does that
 first, there is none, and rewards/environment.py gives 0.
 
 Not done: rewards of a group, prompts that are no messages, images; with 0.4 tools, several agents, tasks without a
@@ -72,7 +72,7 @@ class FromVerifiers:
         files.write(Path(folder), {"test": rows[:num_test], "train": rows[num_test:]})
 
     async def reset(self, row: dict[str, Any], seed: int) -> list[dict]:
-        """Begin; what stands behind the row's prompt when verifiers first asks."""
+        """Begin, and return what stands behind the row's prompt when verifiers first asks."""
         random.seed(seed)
         self.found, self.requests, self.said = {}, asyncio.Queue(), row["prompt"]
         app = web.Application()
@@ -85,7 +85,7 @@ class FromVerifiers:
         return await self._next()
 
     async def step(self, reply: Reply) -> list[dict] | None:
-        """Answer verifiers; what it adds before it asks again. None if it has ended."""
+        """Answer verifiers. Returns what it adds before it asks again, or None if it has ended."""
         readable = [x for x in reply.calls if x.arguments is not None]
         functions = [{"name": x.name, "arguments": json.dumps(x.arguments)} for x in readable]
         calls = [
@@ -124,7 +124,7 @@ class FromVerifiers:
         self.found = {**parts, "reward": score}
 
     async def _next(self) -> list[dict] | None:
-        """What is new when verifiers asks; None when it has ended."""
+        """What is new when verifiers asks, or None when it has ended."""
         asked = asyncio.create_task(self.requests.get())
         await asyncio.wait([asked, self.rollout], return_when=asyncio.FIRST_COMPLETED)
         if not asked.done():

@@ -22,12 +22,12 @@ class Guess:
         self.secret, self.guesses, self.found = 0, 0, False
 
     def reset(self, row: dict[str, Any], seed: int) -> list[dict]:
-        """Hide the number; what is returned would follow the prompt. A game that draws something takes the seed."""
+        """Hide the number. What is returned would follow the prompt. A game that draws something takes the seed."""
         self.secret = int(row["reward_model"]["ground_truth"])
         return []
 
     def step(self, reply: Any) -> list[dict] | None:
-        """Answer a guess, see `Reply` in extras/agents/tools.py; None ends the game."""
+        """Answer a guess, see `Reply` in extras/agents/tools.py. None ends the game."""
         self.guesses += 1
         guess = reply.text.strip()
         self.found = guess == str(self.secret)

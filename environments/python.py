@@ -7,7 +7,7 @@ from rewards.sandbox import run_tests, self_test
 
 self_test()  # at import: a machine that cannot run code safely stops a run before it starts
 SECONDS = 5.0  # CPU time of a program
-MOST = 3800  # characters that are returned; the sandbox's verdict has room for 4,000
+MOST = 3800  # characters that are returned. The sandbox's verdict has room for 4,000.
 
 _PRINTED = f"""
 import contextlib, io, traceback

@@ -37,7 +37,7 @@ PREFIXES = {"aime": "math_dapo", "numina_": "math_reward", "searchR1_": "search_
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float | dict[str, float] | None:
-    """The score by the reward of this data_source; arguments and result are that function's.
+    """The score by the reward of this data_source. Arguments and result are that function's.
 
     Raises:
         ValueError: no reward is known for the data_source.

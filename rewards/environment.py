@@ -6,7 +6,7 @@ from typing import Any
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """The environment's reward; 0.0 for a conversation that has rewards of turns only, or ended before any report.
+    """The environment's reward, or 0.0 for a conversation that has rewards of turns only, or ended before any report.
 
     Args:
         data_source, solution_str, ground_truth: not used.

@@ -15,7 +15,7 @@ differ on purpose) and then the answer between `<SOLUTION>` and `</SOLUTION>`. T
     syntax          the code compiles
 
 Tags are found in any case. Every component is in the returned dict as the points it paid, besides `score` and `acc`
-(1: the answer is really right; MBPP: all tests pass).
+(1: the answer is really right. MBPP: all tests pass).
 
 There are two scorers. `compute_score` is the one to train with. `compute_score_strict` gives GRAIL's own verdicts, to
 compare with its published runs. Where they differ:
@@ -112,7 +112,7 @@ def compute_score_strict(
 ) -> dict[str, float] | None:
     """GRAIL's own score, for comparison with its published runs. Arguments and result as in `compute_score`.
 
-    GRAIL counts an MBPP score of 0.7 or more as solved, which two of three tests and the form reach; `acc` does not.
+    GRAIL counts an MBPP score of 0.7 or more as solved, which two of three tests and the form reach. `acc` does not.
 
     Raises:
         ValueError: unknown data_source (GRAIL: 0 points).
@@ -174,7 +174,7 @@ def _last(pattern: re.Pattern, text: str) -> re.Match | None:
 
 
 def _parse_strict(text: str) -> tuple[bool, str | None, int]:
-    """GRAIL's: the first `<SOLUTION>` opens the block; a close tag directly after it, or after white space, is content
+    """GRAIL's: the first `<SOLUTION>` opens the block. A close tag directly after it, or after white space, is content
     if another one follows, else closes a block of white space (of nothing: no block)."""
     think = _THINK.search(text)
     thinking = think is not None and _END_THINK.search(text, think.end()) is not None
@@ -208,7 +208,7 @@ def _is_number_alone(block: str) -> bool:
 
 
 def _strict_gold(ground_truth: str) -> str:
-    """The rest of the line after the last `####`, with its commas; without a mark the last number, without them."""
+    """The rest of the line after the last `####`, with commas. Without a mark it is the last number, without commas."""
     marked = re.findall(r"####\s*(\S.*)", ground_truth)
     numbers = re.findall(r"[-+]?\d+(?:[.,]\d+)?", ground_truth)
     gold = marked[-1] if marked else numbers[-1].replace(",", "") if numbers else ""
@@ -246,7 +246,7 @@ def _normalise(text: str) -> str:
     return re.sub(r"\s+", "", text).lower()
 
 
-MAX_SYMBOLIC = 50  # characters; simplifying a sum of ten fractions takes minutes
+MAX_SYMBOLIC = 50  # characters. Simplifying a sum of ten fractions takes minutes.
 MAX_POWER = 1000  # product of all exponents of one side
 MAX_POWER_OF_SUM = 4  # product of the exponents of brackets that hold letters: these may be multiplied out
 SYMBOLIC_NAMES = (
@@ -278,7 +278,7 @@ def _symbolically_equal(a: str, b: str) -> bool:
     """sympy's verdict on two normalised texts with its default rules: no LaTeX, no `2x`, `^` is XOR.
 
     Unlike GRAIL's, only texts that `_is_harmless` allows are evaluated, and only with SYMBOLIC_NAMES, `abs`, `max` and
-    `min` as functions; other names that sympy or Python define make them unequal.
+    `min` as functions. Other names that sympy or Python define make them unequal.
     """
     if not (_is_harmless(a) and _is_harmless(b)):
         return False
@@ -304,7 +304,7 @@ def _symbolically_equal(a: str, b: str) -> bool:
 
 
 def _tests(ground_truth: str) -> tuple[list[str], str]:
-    """The assertions and the code that they need; ([], "") if the text is not the JSON of an object."""
+    """The assertions and the code that they need. ([], "") if the text is not the JSON of an object."""
     try:
         fields = json.loads(ground_truth)
     except (ValueError, TypeError):
@@ -321,7 +321,7 @@ def _compiles(code: str) -> bool:
     try:
         with warnings.catch_warnings(action="ignore"):  # such as an invalid escape: not ours to report
             compile(code, "<answer>", "exec")
-    except (SyntaxError, ValueError, MemoryError, RecursionError):  # ValueError: NUL, lone surrogates; others: nesting
+    except (SyntaxError, ValueError, MemoryError, RecursionError):  # ValueError: NUL, lone surrogates. Others: nesting.
         return False
     return True
 

@@ -4,7 +4,7 @@ import re
 from decimal import Decimal
 from typing import Any, Literal
 
-TAIL = 300  # characters from the end of the answer that count; a number before them is not the final answer
+TAIL = 300  # characters from the end of the answer that count. A number before them is not the final answer.
 # A run of digits, commas and points. A minus after a letter, digit or bracket is an operator, as in 10-5, not a sign.
 _NUMBER = r"((?:(?<![\w)\]])[-+](?:\\?\$)?|\\?\$[-+]?)?(?:[0-9]|\.[0-9])[0-9.,]*)"
 _PATTERNS = {"strict": re.compile(r"####[^\S\n]*" + _NUMBER), "flexible": re.compile(_NUMBER)}
@@ -22,7 +22,7 @@ def compute_score(
 ) -> float:
     """Score the last number in the last 300 characters by its value.
 
-    strict takes the last `####` that a number follows on the same line, with any spaces and a dollar sign between;
+    strict takes the last `####` that a number follows on the same line, with any spaces and a dollar sign between.
     flexible takes the last number anywhere. The number ends where its digits, commas and points end: `#### 42 apples`
     says 42.
 
@@ -58,6 +58,6 @@ def compute_score(
 
 
 def _value(text: str) -> Decimal | None:
-    """The number that `text` spells, exactly, or None if it is malformed; `-$1,234.50,` -> -1234.50"""
+    """The number that `text` spells, exactly, or None if it is malformed. `-$1,234.50,` -> -1234.50"""
     number = text.strip().replace("\\$", "").replace("$", "").rstrip(".,")
     return Decimal(number.replace(",", "")) if _WELL_FORMED.fullmatch(number) else None

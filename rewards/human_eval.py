@@ -49,8 +49,8 @@ def compute_score(
     """Score the code in the response: by `check(candidate)` 1 or 0, by unittest classes the share of methods that pass.
 
     `rewards.mbpp.extract_code` says what counts as code. What the prompt holds before the function, imports and
-    helpers, comes before it; if the response defines no such function or class, it is taken for the rest of the prompt.
-    In the tests the prompt's helpers are the prompt's own, whatever the response defines; only classes, and what uses
+    helpers, comes before it. If the response defines no such function or class, it is taken for the rest of the prompt.
+    In the tests the prompt's helpers are the prompt's own, whatever the response defines. Only classes, and what uses
     them, are the response's, since objects cannot be handed to it. unittest runs each method on its own, with
     setUpClass before it and tearDownClass after it. One that unittest.expectedFailure marks passes if it fails, and one
     that unittest.skip marks does not count.
@@ -83,7 +83,7 @@ def complete(code: str, prompt: str, entry_point: str) -> str:
 
 
 def _before(prompt: str, name: str) -> str:
-    """The lines of a prompt before the function or class of that name; none if it has no such thing."""
+    """The lines of a prompt before the function or class of that name, or None if it has no such thing."""
     found = re.search(rf"^(@.*\n)*(async +def|def|class) +{re.escape(name)}\b", prompt, re.MULTILINE)
     return prompt[: found.start()] if found else ""
 

@@ -16,7 +16,7 @@ the loss, and the reason is printed once. extras/servers/ says what is tried aga
 
 The answer is shown between marks that it cannot contain, and the score is read from the last line of the judge's own
 reply, so an answer that says `Score: 10` does not grade itself. What this cannot prevent: an answer that talks the
-judge into a high score, and a judge that prefers long or confident answers. A policy finds such a weakness; read some
+judge into a high score, and a judge that prefers long or confident answers. A policy finds such a weakness. Read some
 of its responses, and track a score that the judge does not give.
 """
 

@@ -15,7 +15,7 @@ _MATH = re.compile(r"(?<!\\)\$([^$]+)(?<!\\)\$")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str | int, extra_info: dict[str, Any] | None = None
 ) -> dict[str, float]:
-    r"""Score the last `Answer:` of the last 300 characters; without one, the last box of the last 100.
+    r"""Score the last `Answer:` of the last 300 characters. Without one, score the last box of the last 100.
 
     `answer` may have any case. What follows it, to the end of the line (or on the next, if the line ends there), is the
     answer: of this the box, else what stands between dollar signs, else all. It is compared with the ground truth by

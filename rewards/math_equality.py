@@ -26,7 +26,7 @@ _PARSER = dict(
 
 
 def same_latex(answer: str, truth: str) -> bool:
-    """Whether two LaTeX formulas mean the same; see `same`. What cannot be read is not the same."""
+    """Whether two LaTeX formulas mean the same, see `same`. What cannot be read is not the same."""
     try:
         return same(*(latex2sympy(_both_signs(x), **_PARSER) for x in (answer, truth)))
     except Exception:  # whatever the parser and sympy raise, the two are not shown to be the same
@@ -74,7 +74,7 @@ def same(answer: Any, truth: Any) -> bool:
 
 
 def same_values(a: sympy.Expr, b: sympy.Expr, has_decimal: bool = False) -> bool:
-    """Whether two expressions are equal for all values of their variables; with a decimal, nearly equal."""
+    """Whether two expressions are equal for all values of their variables. With a decimal, nearly equal is enough."""
     has_decimal = has_decimal or a.has(sympy.Float) or b.has(sympy.Float)
     a, b = _exact(a), _exact(b)
     if a.has(sympy.nan, sympy.zoo) or b.has(sympy.nan, sympy.zoo):  # 12:00 and 1:00 divide by zero
@@ -130,7 +130,7 @@ def _vanishes(a: sympy.Expr, b: sympy.Expr, difference: sympy.Expr, has_decimal:
 
 
 def _points(variables: Sequence[sympy.Symbol]) -> list[dict[sympy.Symbol, sympy.Rational]]:
-    """Random values of the variables: all positive, all negative, and mixed; the same ones for the same names."""
+    """Random values of the variables: all positive, all negative, and mixed. The same ones for the same names."""
     rng = random.Random(" ".join(map(str, variables)))
     points = []
     for i in range(_ATTEMPTS):
@@ -150,7 +150,7 @@ def _is_real(number: sympy.Expr) -> bool:
 
 
 def _tuple(x: Any) -> tuple | None:
-    """The entries of a tuple; the parser reads most pairs as open intervals, which look the same."""
+    """The entries of a tuple. The parser reads most pairs as open intervals, which look the same."""
     if isinstance(x, sympy.Tuple):
         return tuple(x)
     return (x.start, x.end) if isinstance(x, sympy.Interval) and x.left_open and x.right_open else None
@@ -252,7 +252,7 @@ def _same_relations(answer: Any, truth: Any) -> bool:
 
 
 def _without_bars(relation: Relational) -> Any:
-    """`|x| < 3` as `-3 < x < 3`, and `|x| > 3` as `x < -3, x > 3`; any other relation as it is."""
+    """`|x| < 3` as `-3 < x < 3`, and `|x| > 3` as `x < -3, x > 3`, and any other relation as it is."""
     relation = relation.reversed if isinstance(relation, (sympy.Gt, sympy.Ge)) else relation
     less, (left, right) = relation.func, relation.args
     if isinstance(relation, (sympy.Eq, sympy.Ne)):
@@ -300,7 +300,7 @@ def _squared(relation: Relational) -> Relational:
 
 
 def _factor(a: sympy.Expr, b: sympy.Expr, has_decimal: bool) -> sympy.Expr | None:
-    """The number by which `b` is multiplied to give `a`; None if there is none, or if it is zero."""
+    """The number by which `b` is multiplied to give `a`, or None if there is none, or if it is zero."""
     for point in _points(sorted(a.free_symbols, key=str)):
         x, y = a.xreplace(point), b.xreplace(point)
         if (x * y).has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):

@@ -16,7 +16,7 @@ from typing import Any
 
 from rewards.latex_names import KEPT_NAME, same_names
 
-MAX_ANSWER = 512  # characters in a box; the longest reference answer of MATH-500 has 53
+MAX_ANSWER = 512  # characters in a box. The longest reference answer of MATH-500 has 53.
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 
@@ -53,7 +53,7 @@ def compute_score(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last box, `so $\boxed{\frac{1}{2}}$.` -> `\frac{1}{2}`; None if there is none that is closed."""
+    r"""Content of the last box, `so $\boxed{\frac{1}{2}}$.` -> `\frac{1}{2}`, or None if none is closed."""
     start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
     box = _BOX.match(text, start) if start >= 0 else None
     if box is None:
@@ -181,7 +181,7 @@ _TRAILING_UNITS = re.compile(rf"(.*[0-9.}}])\s*(?<![A-Za-z\\])(?:(?:{_UNITS})\b[
 
 
 def _normalise(latex: str) -> str:
-    """One spelling for what looks the same; a value loses its units."""
+    """One spelling for what looks the same. A value loses its units."""
     text = "".join(c if c in KEPT_NAME else _character(c) for c in latex)
     if r"\begin" not in text and "matrix" not in text:  # there two backslashes end a row
         text = text.replace(r"\\", "\\")
@@ -204,7 +204,7 @@ def _normalise(latex: str) -> str:
 
 
 def _system(match: re.Match) -> str:
-    """Rows of equations as a list; rows of another kind, as of a function with several cases, in one form."""
+    """Rows of equations as a list. Rows of another kind, as of a function with several cases, in one form."""
     rows = [row.strip(" ,.;") for row in re.split(r"\\\\(?:\s*\[[^\[\]]*\])?", match[2])]
     rows = [re.sub(rf"&\s*(?={_SIGN_BETWEEN})|(?<=[=<>])\s*&", "", row) for row in rows if row]
     if all(re.search(_SIGN_BETWEEN, row) and "&" not in row for row in rows):
@@ -216,7 +216,7 @@ def _system(match: re.Match) -> str:
 
 
 def _character(c: str) -> str:
-    """NFKC, but `5²` must not become 52 nor `3½` 31/2; control characters vanish, white space is a space."""
+    """NFKC, but `5²` must not become 52 nor `3½` 31/2. Control characters vanish, white space is a space."""
     if c.isspace():
         return " "
     plain = "".join(x for x in unicodedata.normalize("NFKC", c) if unicodedata.category(x)[0] != "C")
@@ -243,7 +243,7 @@ _EQUALS = re.compile(r"=|\\in(?![A-Za-z])")
 
 
 def _without_names(text: str, gold: str) -> tuple[str, str]:
-    """Both without `x =` in front, if only one of them has it or both have the same; else two equations as they are."""
+    """Both without `x =` in front, if only one has it or both have the same. Otherwise both as they are."""
     if _EQUALS.search(text) and _EQUALS.search(gold):
         names = [_RELATION.match(x) for x in (text, gold)]
         several = any(re.search(rf"=\s*{_NAME}=|=.*,.*=", x) for x in (text, gold))  # x = y = 2 is about y too
@@ -253,7 +253,7 @@ def _without_names(text: str, gold: str) -> tuple[str, str]:
 
 
 def _right_side(text: str) -> str:
-    """`x = 5` -> 5, `A = 3 + 4 = 7` -> 7, `x = 1, x = 2` -> 1, 2; `x = 1, y = 2` and `2 + 3 = 5` stay."""
+    """`x = 5` -> 5, `A = 3 + 4 = 7` -> 7, `x = 1, x = 2` -> 1, 2. `x = 1, y = 2` and `2 + 3 = 5` stay."""
     name = _RELATION.match(text)
     if name is None:
         return text
@@ -270,7 +270,7 @@ def _words(text: str) -> str:
 
 
 def _letters(text: str) -> list[str]:
-    r"""The letters of a list in their order: `\text{B, (A)}` -> A, B; empty if it is no list of single letters."""
+    r"""The letters of a list in their order: `\text{B, (A)}` -> A, B, or empty if it is no list of single letters."""
     items = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split(",")
     found = [re.fullmatch(r"([A-Za-z])|\(\s*([A-Za-z])\s*\)", item.strip()) for item in items]
     return sorted(m[1] or m[2] for m in found) if len(items) > 1 and all(found) else []
@@ -292,7 +292,7 @@ _NUMBER = re.compile(
 
 
 def _number(text: str) -> tuple[Fraction, bool] | None:
-    """Exact value of a plain number in normal form, and whether it is followed by a percent sign; else None."""
+    """Exact value of a plain number in normal form, and whether a percent sign follows. Otherwise it is None."""
     match = _NUMBER.fullmatch(text[1:-1] if re.fullmatch(r"\([^(),]*\)|\{[^{},]*\}", text) else text)
     if match is None:
         return None
@@ -334,7 +334,7 @@ _FAMILIES = [  # one function of these in the truth allows the others in the ans
 _MISREAD = ("'", r"\ldots", r"\mp", r"\times", r"\approx")  # the parser drops them, or takes them for others
 _GROWING = set(r"! \binom \sum \prod \int \lim \log \ln".split())  # with large numbers these take for ever
 _MINUS = re.compile(r"[\w)}\]]\s*-")  # between two terms, not a sign
-_MAX_DEPTH = 8  # of brackets; the time of the parser doubles with each few
+_MAX_DEPTH = 8  # of brackets. The time of the parser doubles with each few.
 _MAX_DIGITS = 150
 _MAX_POWER = 12  # sympy expands powers of sums
 _MAX_NUMBER_POWER = 1000  # where there are no variables
@@ -373,7 +373,7 @@ def _affordable(text: str, gold: str, *, is_number: bool) -> bool:
 
 
 def _tokens(text: str) -> list[str]:
-    r"""Commands, letters and signs, without digits; `\begin{pmatrix}` is one token."""
+    r"""Commands, letters and signs, without digits. `\begin{pmatrix}` is one token."""
     return re.findall(r"\\(?:begin|end)\s*\{\w+\}|\\[A-Za-z]+|\\.|[^\s0-9]", text)
 
 
@@ -386,7 +386,7 @@ def _depth(text: str) -> int:
 
 
 def _powers(text: str) -> tuple[float, float]:
-    """The highest power of anything but a bracket, and the product of the powers of brackets; infinite for towers."""
+    """The highest power of anything but a bracket, and the product of the powers of brackets. Towers have infinity."""
     simple, group = 1, 1
     for before, exponent, after in _exponents(text):
         if "^" in exponent or "!" in exponent or after.startswith("^"):
@@ -407,7 +407,7 @@ def _exponents(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _closing(text: str, start: int, pair: str) -> int | None:
-    r"""Position of the bracket that closes the one at `start`; `\{` and `\}` do not count. None if it stays open."""
+    r"""Position of the bracket that closes the one at `start`, or None if it stays open. `\{` and `\}` do not count."""
     depth = 0
     for match in re.compile(rf"\\.|[{re.escape(pair)}]", re.DOTALL).finditer(text, start):
         depth += {pair[0]: 1, pair[1]: -1}.get(match[0], 0)
@@ -417,7 +417,7 @@ def _closing(text: str, start: int, pair: str) -> int | None:
 
 
 def _brackets(text: str) -> str:
-    r"""The brackets around a tuple or an interval, `(1, 2]` -> `(]`; none for anything else, such as `\{1, 2\}`."""
+    r"""The brackets around a tuple or an interval, `(1, 2]` -> `(]`, or None for anything else, such as `\{1, 2\}`."""
     depth = 0
     for i, c in enumerate(text):
         depth += (c in "([") - (c in ")]")

@@ -12,7 +12,7 @@ from rewards.sandbox import run_tests, self_test
 self_test()  # at import: a machine that cannot run code safely stops a run before it starts
 MAX_TESTS = 10  # Only this many tests of a problem count, the first ones.
 TIMEOUT_S = 2.0  # CPU seconds for each
-TOTAL_S = 20.0  # for all of them; with what they may sleep, it stays below --reward-timeout by the clock
+TOTAL_S = 20.0  # for all of them, with what they may sleep; it stays below --reward-timeout by the clock
 
 _RUNNER = Path(programs_child.__file__).read_text()
 _COMPARE = Path(programs_compare.__file__).read_text()
@@ -26,7 +26,7 @@ def compute_score(
 ) -> dict[str, float] | None:
     """Score the program in the response by the share of the first 10 tests that it passes.
 
-    `rewards.mbpp.extract_code` says which part of the response is the program. It is run with each input on stdin; what
+    `rewards.mbpp.extract_code` says which part of the response is the program. It is run with each input on stdin. What
     it prints must equal the expected output line by line and word by word. White space and blank lines do not count,
     and a number with a decimal point may differ by 1e-5 of its size. If the ground truth has `fn_name`, that function
     is called instead, or that method of the class `Solution`, with one argument for each line of the input, in JSON.
@@ -96,7 +96,7 @@ def _call(arguments: str | list, result: Any) -> tuple[list, Any]:
 
 
 class _Long(int):
-    """An integer of more digits than Python reads and writes by default; as hexadecimal it has no limit."""
+    """An integer of more digits than Python reads and writes by default. As a hexadecimal number it has no limit."""
 
     def __repr__(self) -> str:
         return hex(self)

@@ -1,4 +1,4 @@
-"""Runs a program inside the sandbox as if its input came from a pipe; `rewards/programs.py` sends this file there.
+"""Runs a program inside the sandbox as if its input came from a pipe. `rewards/programs.py` sends this file there.
 
 A line at the end of what it sends adds `program`, the compiled program. Nothing here is trusted: the program may change
 all of it, and then its answers are wrong.
@@ -95,7 +95,7 @@ def leave(code: int) -> None:
 
 
 def with_names(action: Callable[[], object], space: dict[str, object]) -> object:
-    """action(), again with each name that it lacked and that MODULES have; `space` gets the name too."""
+    """action(), again with each name that it lacked and that MODULES have. `space` gets the name too."""
     while True:
         try:
             return action()
@@ -111,7 +111,7 @@ def with_names(action: Callable[[], object], space: dict[str, object]) -> object
 
 
 def load(name: str) -> dict[str, object]:
-    """Run the program as a module of that name; returns its globals."""
+    """Run the program as a module of that name. Returns its globals."""
     sys.setrecursionlimit(100_000)  # not at import: the trainer's processes read this file too
     module = sys.modules[name] = types.ModuleType(name)
     space = vars(module)

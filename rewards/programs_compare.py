@@ -1,4 +1,4 @@
-"""Whether a program printed or returned what it should; `rewards/programs.py` sends this file to the test process."""
+"""Whether a program printed or returned what it should. `rewards/programs.py` sends this file to the test process."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def same_output(found: Any, expected: str) -> bool:
-    """Whether two texts have the same words on the same lines; a word with a decimal point is compared as a number."""
+    """Whether two texts have the same words on the same lines. A word with a decimal point is compared as a number."""
     if type(found) is not str:
         return False
     lines, wanted = ([line.split() for line in text.splitlines() if line.strip()] for text in (found, expected))
@@ -17,7 +17,7 @@ def same_output(found: Any, expected: str) -> bool:
 
 
 def same_value(found: Any, expected: Any) -> bool:
-    """Whether a call returned what JSON spells; some data sets put that into a list of its own.
+    """Whether a call returned what JSON spells. Some data sets put that into a list of its own.
 
     A float of `expected`, however deep, may be missed by as much as a printed one. All else must be equal as in Python.
     """

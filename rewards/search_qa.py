@@ -4,7 +4,7 @@ import re
 import string
 from typing import Any
 
-MAX_TAGS = 10  # opening or closing ones; a right response with more earns a quarter
+MAX_TAGS = 10  # opening or closing ones. A right response with more earns a quarter.
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -12,7 +12,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 def compute_score(
     data_source: str, solution_str: str, ground_truth: dict[str, Any], extra_info: dict[str, Any] | None = None
 ) -> float:
-    """1.0 if the last `<answer>...</answer>` equals one of the accepted answers, else 0.0; for tag spam 0.25.
+    """1.0 if the last `<answer>...</answer>` equals one of the accepted answers, else 0.0. For tag spam 0.25.
 
     Case, ASCII punctuation, the words a, an and the, and the amount of white space do not count. This is verl's scorer
     of the same rows, with one difference. If nothing is left of an accepted answer, such as `The ?`, it must be given

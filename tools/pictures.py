@@ -431,7 +431,7 @@ def memory_by_phase() -> Picture:
 # Trainer and samplers over time
 
 SECONDS = [4, 9, 5, 3, 13, 6, 5, 4, 10, 7, 3, 5, 11, 4, 6, 5, 9, 3, 8, 4, 12, 5, 3, 7, 6, 4, 9, 5]  # for each group
-GROUPS, LEARNING, END = 3, 4, 38  # groups that a step trains on; seconds of its phases 2 to 6; seconds that are shown
+GROUPS, LEARNING, END = 3, 4, 38  # groups that a step trains on. Seconds of its phases 2 to 6. Seconds that are shown.
 OF_VERSION = [BLUE, ORANGE, GREEN, PURPLE, RED, TEAL, BROWN]
 
 
@@ -546,7 +546,7 @@ class Args:
 
 
 def main(args: Args) -> list[Path]:
-    """Write every picture; returns the paths."""
+    """Write every picture. Returns the paths."""
     args.out.mkdir(parents=True, exist_ok=True)
     paths = [args.out / name for name in PICTURES]
     for path, make in zip(paths, PICTURES.values(), strict=True):

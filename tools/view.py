@@ -169,7 +169,7 @@ def page(runs: list[dict[str, Any]], comparisons: list[Comparison]) -> str:
 
 
 def main(args: Args) -> Path:
-    """Print what the runs differ in, and write the page; returns its path."""
+    """Print what the runs differ in, and write the page. Returns its path."""
     if not args.runs:
         raise ValueError("give one folder of a run or more, such as runs/glassrl/grpo")
     names = names_of(list(args.runs))
