@@ -74,7 +74,7 @@ def chain_totals(index: int, max_total: int = 9) -> list[int] | None:
     """The five running totals of chain `index`: a first number 1..9, then each time one of the other totals within 9.
 
     Up to a `max_total` of 9 there are always that many others, and every index in 0..59,048 is a chain. Beyond it their
-    number depends on the total. An index that chooses one too many is no chain, and gives None.
+    number depends on the total. An index that chooses one too many is not a chain, and gives None.
     """
     base, totals = min(max_total, 18), [index % 9 + 1]
     index //= 9

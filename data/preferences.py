@@ -62,7 +62,7 @@ def read_file(path: Path) -> list[dict]:
     """The rows of a parquet, jsonl or gzipped jsonl file.
 
     Raises:
-        ValueError: another kind of file, or a line that is no JSON object.
+        ValueError: another kind of file, or a line that is not a JSON object.
     """
     if path.suffix == ".parquet":
         return files.read(path)

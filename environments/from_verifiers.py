@@ -17,7 +17,7 @@ model it asks a server in the conversation's process, and gets what the policy h
 a group. The reward comes when verifiers ends the conversation, where --max-turns or --max-response-length does that
 first, there is none, and rewards/environment.py gives 0.
 
-Not done: rewards of a group, prompts that are no messages, images; with 0.4 tools, several agents, tasks without a
+Not done: rewards of a group, prompts that are not messages, images; with 0.4 tools, several agents, tasks without a
 prompt. A conversation whose history is rewritten has no score.
 
 Tried with verifiers 0.3.1 (several turns, tools) and 0.4.0 (one turn, its harness `null` in a subprocess, whose start

@@ -20,7 +20,7 @@ response i, given the tokens before it. This is called the token's log-prob.
 Given the same responses, this file and train_grpo.py compute the same weights, which a test checks. This file leaves
 out what else train_grpo.py has, such as several GPUs, vLLM, packing, checkpoints, evaluation, a KL term, a dual clip,
 corrections, and a schedule for the learning rate. It calls the plain engine of this project to sample, since the loop
-that samples tokens is no part of GRPO. Read `main` first, and then the two functions above it.
+that samples tokens is not part of GRPO. Read `main` first, and then the two functions above it.
 
 P is the number of prompts per step, G is the number of responses to each prompt, and B = P * G. A micro-batch has b
 responses. T is the number of tokens in its longest prompt with response, and V is the size of the vocabulary.

@@ -87,7 +87,7 @@ def compute_score(
         failed twice.
 
     Raises:
-        ValueError: unknown data_source, or a ground truth that is no number, empty, or has no tests.
+        ValueError: unknown data_source, or a ground truth that is not a number, empty, or has no tests.
     """
     weights = _weights(data_source)
     thinking, block, trailing = _parse(solution_str)

@@ -30,14 +30,14 @@ def compute_score(
       - equal values are equal: `18.00`, `18.`, `$18`, `+18`, `018` and `18` (verl: only `18`);
       - any number of spaces, or none, may follow `####` (verl: exactly one);
       - flexible reads `1,234` as 1234 and `42.` as 42, and `10-5` ends in 5 (verl: -5);
-      - commas must group thousands: `1,2,3` and `1,23` are no number (verl's strict reads 123);
+      - commas must group thousands: `1,2,3` and `1,23` are not a number (verl's strict reads 123);
       - the typographic minus (U+2212) counts as a minus; the ground truth may hold commas or a dollar sign.
     Digits are ASCII digits. A malformed number, such as `1.2.3` or `1,2,3`, is an answer that is wrong, as in verl.
 
     Args:
         data_source: not used.
         solution_str: the model's answer, any string.
-        ground_truth: the reference number; a text that is no number matches nothing.
+        ground_truth: the reference number; a text that is not a number matches nothing.
         extra_info: not used.
         method: how to find the answer.
         format_score: the score of an answer that was found but is wrong.

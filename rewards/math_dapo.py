@@ -39,7 +39,7 @@ def compute_score(
         {"score": 1.0 or -1.0, "acc": 1.0 or 0.0}; no answer is wrong.
 
     Raises:
-        ValueError: the ground truth is no text or whole number, is empty or is longer than 512 characters. No answer
+        ValueError: the ground truth is not a text or whole number, is empty or is longer than 512 characters. No answer
             raises.
     """
     answer, truth = _final_answer(solution_str), ground_truth

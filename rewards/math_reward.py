@@ -45,7 +45,7 @@ def compute_score(
         1.0 right, 0.0 wrong.
 
     Raises:
-        ValueError: the ground truth is no text or whole number, is empty or is longer than 512 characters. No answer
+        ValueError: the ground truth is not a text or whole number, is empty or is longer than 512 characters. No answer
             raises.
     """
     answer = last_boxed(solution_str)
@@ -76,7 +76,7 @@ def equal(answer: str, truth: str | int) -> bool:
     - Numbers are compared exactly: integers, decimals, commas or spaces that group thousands, fractions, mixed
       numbers, `3 \times 10^8`, `0.\overline{3}`. `0.333` is not 1/3. `10\%` is 10 and is 0.1.
     - If the truth is such a number, the answer must be evaluated: `2^{10}` and `\sqrt{16}` may stand for one, but
-      `2+2` and `\log_2 8` are no answer, lest a policy learns to box the question. A list is no answer either.
+      `2+2` and `\log_2 8` are not an answer, lest a policy learns to box the question. A list is not an answer either.
     - If the truth is text (`\text{Evelyn}`), the words must be equal, up to case. `(C)` and `C` are equal, and so are
       `\text{B,C}` and `C, B`.
     - Digits with a base, `204_5`, must be equal as text.
@@ -89,7 +89,7 @@ def equal(answer: str, truth: str | int) -> bool:
       same brackets, except that a bare list is a set.
 
     Raises:
-        ValueError: the truth is no text or whole number, is empty or is longer than 512 characters.
+        ValueError: the truth is not a text or whole number, is empty or is longer than 512 characters.
     """
     if not isinstance(truth, (str, int)) or not 0 < len(str(truth).strip()) <= MAX_ANSWER:
         raise ValueError(
@@ -164,7 +164,7 @@ _REWRITES = [
             r"(?<=[0-9])\s*_\s*(?:\{\s*)?\\text\s*\{\s*(?:base\s*)?(\w*)\s*\}\s*([0-9]*)(?:\s*\})?",
             lambda base: f"_{{{_BASES.get(base[1], base[1])}{base[2]}}}",
         ),
-        (r"\\wedge(?=[^=<>]*=)", ","),  # equations, not inequalities: x > 1 and x < 3 is no list
+        (r"\\wedge(?=[^=<>]*=)", ","),  # equations, not inequalities: x > 1 and x < 3 is not a list
         (r"([_^])\s*\{\s*([0-9A-Za-z])\s*\}", r"\1\2"),
         (r"\s+", " "),
     )
@@ -270,7 +270,7 @@ def _words(text: str) -> str:
 
 
 def _letters(text: str) -> list[str]:
-    r"""The letters of a list in their order: `\text{B, (A)}` -> A, B, or empty if it is no list of single letters."""
+    r"""The letters of a list in their order: `\text{B, (A)}` -> A, B, or empty if it is not such a list."""
     items = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split(",")
     found = [re.fullmatch(r"([A-Za-z])|\(\s*([A-Za-z])\s*\)", item.strip()) for item in items]
     return sorted(m[1] or m[2] for m in found) if len(items) > 1 and all(found) else []
@@ -342,7 +342,7 @@ _MAX_GOLD_POWER = 10_000
 
 
 def _affordable(text: str, gold: str, *, is_number: bool) -> bool:
-    """Whether sympy may look: `text` is no stranger and not much larger than `gold`, and `gold` itself is not wild."""
+    """Whether sympy may look. `text` must not be strange or much larger than `gold`, nor may `gold` itself be wild."""
     tokens, gold_tokens = Counter(_tokens(text)), Counter(_tokens(gold))
     allowed = gold_tokens.keys() | (_NUMBER_NOTATION if is_number else _NOTATION)
     allowed = allowed.union(*(family for family in _FAMILIES if family & gold_tokens.keys()))

@@ -84,7 +84,7 @@ def _tests(ground_truth: str | dict[str, Any]) -> tuple[list[str], str]:
 
 def _text(lines: str | list[str]) -> str:
     if not isinstance(lines, str) and not all(isinstance(line, str) for line in lines):
-        raise TypeError(f"{str(lines)[:80]!r} is no text and no list of lines")
+        raise TypeError(f"{str(lines)[:80]!r} is neither a text nor a list of lines")
     return lines if isinstance(lines, str) else "\n".join(lines)
 
 

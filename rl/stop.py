@@ -50,7 +50,7 @@ def start(max_hours: float | None = None) -> None:
     _state.asked_at = time.monotonic() + 3600 * (max_hours or math.inf)
     for number in SIGNALS:
         _state.undo.callback(signal.signal, number, signal.signal(number, signal.SIG_DFL))
-    os.register_at_fork(after_in_child=end)  # a signal to a child is no request to this run
+    os.register_at_fork(after_in_child=end)  # a signal to a child is not a request to this run
 
 
 def end() -> None:

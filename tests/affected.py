@@ -11,8 +11,8 @@ that of a module in a text ("rl.scoring.worker.main"). A test also needs the fil
 
 An extra is different, since nobody needs more of it than its door without using it, which test_deletion.py checks. So a
 test needs the room behind a door only if it imports a file of that extra or names one of its flags. It also needs the
-room if it starts a script, other than train_grpo.py, that imports the door. What helpers_scripts.py imports is no such
-use.
+room if it starts a script, other than train_grpo.py, that imports the door. What helpers_scripts.py imports is not
+such a use.
 """
 
 import ast

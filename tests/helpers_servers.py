@@ -109,7 +109,7 @@ WAYS = {  # -> what is said of it, and the way
     "half of the body": (BROKEN, cut(START + b"Content-Length: 100\r\n\r\n{")),
     "no HTTP": (BROKEN, cut(b"SSH-2.0-OpenSSH_9.2\r\n")),
     "other protocols": (BROKEN, cut(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n")),
-    "a length that is no number": (BROKEN, cut(START + b"Content-Length: many\r\n\r\n{}")),
+    "a length that is not a number": (BROKEN, cut(START + b"Content-Length: many\r\n\r\n{}")),
     "an empty body": (FORM, reply(b"")),
     "a page": (FORM, reply(b"<html>", "200 OK", "Content-Type: text/html")),
     "no text": (FORM, reply(b"\xff\xfe\xfd")),

@@ -211,7 +211,7 @@ def run_in_turn(file: Path, *entries: dict, nproc: int) -> tuple[int, str]:
 
 
 def _fork(nproc: int, log: Path, env: dict[str, str], target: Callable, *arguments: object) -> Forked:
-    """Call `target` on `nproc` ranks, or with nproc 0 in one process that is no rank, and in this environment."""
+    """Call `target` on `nproc` ranks, or with nproc 0 in one process that is not a rank, and in this environment."""
     (port,) = free_ports(1)
     world = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     kept = os.environ.copy()
@@ -278,7 +278,7 @@ def until(condition: Callable[[], Any], seconds: float = 300, otherwise: str = "
 
 
 def alive(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -42,7 +42,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         try:
             objects.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: line {number} is no JSON ({error}); remove this line") from error
+            raise ValueError(f"{path}: line {number} is not JSON ({error}); remove this line") from error
     return objects
 
 
@@ -112,7 +112,7 @@ def compare(names: list[str], files: list[list[dict[str, Any]]]) -> Comparison:
     null, equals another such value.
 
     The first metric of a step is the first in its line, which begins with what was sampled. Metrics and steps that only
-    one run has are no differences between values, so they get sentences of their own.
+    one run has are not differences between values, so they get sentences of their own.
     """
     (a, b), (name_a, name_b) = map(metrics_of_steps, files), names
     common = sorted(step for step in a.keys() & b.keys() if a[step].keys() & b[step].keys())

@@ -60,7 +60,7 @@ def without_thoughts(text: str) -> str:
 
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is no number of JSON")
+        raise ValueError(f"{text} is not a JSON number")
     return number
 
 

@@ -11,7 +11,7 @@ from extras.agents.turns import at_turn_ends, turn_returns
 from rl.data.types import Batch, Outcome, Sample
 from rl.sampling.evaluation import mean_by_name
 
-MOST = 1e30  # larger numbers of a report, such as 10**400, are no metrics
+MOST = 1e30  # larger numbers of a report, such as 10**400, are not metrics
 
 
 def make_outcome(
@@ -53,7 +53,7 @@ def from_json(text: str) -> Outcome:
     if not is_conversation:
         raise ValueError("a response has a conversation that is none")
     if len(rewards) > len(lengths) or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in rewards):
-        raise ValueError("a response has rewards of turns that it does not have, or that are no numbers")
+        raise ValueError("a response has rewards of turns that it does not have, or that are not numbers")
     return make_outcome(messages, report, lengths, rewards)
 
 
@@ -65,7 +65,7 @@ def turns_of(responses: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     it where there is no environment. Behind the last turn the reward is NaN and the length 0. Without a score all
     rewards are NaN.
     """
-    of_one = {"turns": 1, "rewards": []}  # of a response that is no conversation
+    of_one = {"turns": 1, "rewards": []}  # of a response that is not a conversation
     facts = [r.outcome.facts if r.outcome else of_one | {"lengths": [r.num_sampled]} for r in responses]
     most = max((x["turns"] for x in facts), default=1)
     rewards, lengths = torch.full((len(responses), most), math.nan, dtype=torch.float64), []

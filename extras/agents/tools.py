@@ -74,7 +74,7 @@ class Tools:
 
 
 def _cut(text: str, most: int) -> str:
-    text = text.encode("utf-8", "replace").decode()  # a lone surrogate is no text
+    text = text.encode("utf-8", "replace").decode()  # a lone surrogate is not text
     return text if len(text) <= most else f"{text[:most]} ... (cut: {len(text)} characters)"
 
 
@@ -122,7 +122,7 @@ def _functions_of(spec: str) -> list[Callable]:
     module, name = load_file(spec)
     if name:
         if not callable(function := getattr(module, name)):
-            raise ValueError(f"{spec} is no function but {function!r:.300}")
+            raise ValueError(f"{spec} is not a function but {function!r:.300}")
         return [function]
     defined = [x for x in vars(module).values() if inspect.isfunction(x) and x.__module__ == module.__name__]
     return [x for x in dict.fromkeys(defined) if not x.__name__.startswith("_")]  # one may have two names
@@ -149,7 +149,7 @@ def _name_of(tool: Any) -> str:
     else:
         name = getattr(tool, "__name__", None) if callable(tool) else None
     if not isinstance(name, str):
-        raise ValueError(f"{tool!r:.300} is no tool: give a function, or its JSON schema with a name")
+        raise ValueError(f"{tool!r:.300} is not a tool: give a function, or its JSON schema with a name")
     return name
 
 

@@ -28,7 +28,7 @@ def read_comparisons(files: Paths) -> Lazy[Row]:
 
 
 def check_demonstration(row: Row, where: str) -> Row:
-    """The row with its texts checked. Raises ValueError if it is no demonstration, see `read_demonstrations`."""
+    """The row with its texts checked. Raises ValueError if it is not a demonstration, see `read_demonstrations`."""
     if row.get("messages") is not None:
         messages = check_messages(row["messages"], f"{where}: messages")
         if messages[0]["role"] == "assistant":
@@ -45,7 +45,7 @@ def check_demonstration(row: Row, where: str) -> Row:
 
 
 def check_comparison(row: Row, where: str) -> Row:
-    """The row with its texts checked. Raises ValueError if it is no comparison, see `read_comparisons`."""
+    """The row with its texts checked. Raises ValueError if it is not a comparison, see `read_comparisons`."""
     check_columns(row, ("prompt", "chosen", "rejected"), where)
     chosen, rejected = (check_text(row[name], f"{where}: {name}") for name in ("chosen", "rejected"))
     if chosen == rejected:

@@ -130,7 +130,7 @@ class Vision(Family):
         inputs = {"input_ids": tokens}
         if not numbers:
             return inputs
-        # The next pass puts features here. -1 is no placeholder of any kind.
+        # The next pass puts features here. -1 is not a placeholder of any kind.
         self.model.base_model.marked_ids = torch.where(features, self.images.processor.feature_token_id, -1)
         parts = [self.images.inputs(k) for k in numbers]
         for name in parts[0]:

@@ -15,7 +15,7 @@ PLACE = "<image>"  # in the text of a message, as verl has it
 
 
 class RowImages(Attachments):
-    """See `Attachments`. Raises ValueError, naming the row, if its prompt is no message list, or if the model has no
+    """See `Attachments`. Raises ValueError, naming the row, if its prompt is not a message list, or if the model has no
     processor.
     """
 

@@ -33,7 +33,7 @@ class ScalarModel(CausalLM):
         return AutoModelForSequenceClassification
 
     def check(self, config: PreTrainedConfig, where: str) -> None:
-        """Raise ValueError if that is no reward model, and if it cannot become one either where a head may be new."""
+        """Raise ValueError if that is not a reward model, and cannot become one where a head may be new."""
         name = (config.architectures or ["unnamed"])[0]
         if name.endswith("ForSequenceClassification"):
             if config.num_labels != 1:

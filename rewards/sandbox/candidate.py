@@ -28,7 +28,7 @@ from rewards.sandbox import wire
 MAX_WORKERS = 16  # threads that answer those of the tests, beside the main one
 MAX_SNAPSHOTS = 4 << 20  # bytes of all snapshots in an answer
 # What a stand-in for an object can do, as bits: those of these methods that the object's class has, and three more. Its
-# class is a subclass of a data type; it has `_fields`; it has them and is no dataclass.
+# class is a subclass of a data type; it has `_fields`; it has them and is not a dataclass.
 METHODS = "call iter next len contains getitem setitem delitem reversed bytes await aiter anext enter exit".split()
 METHOD_BITS = {f"__{name}__": 1 << i for i, name in enumerate(METHODS)}
 IS_DATA, HAS_FIELDS, IS_PLAIN = (1 << len(METHODS) + i for i in range(3))

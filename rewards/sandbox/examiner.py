@@ -182,8 +182,8 @@ def _compared(x: _Stand, given: set[str]) -> dict[str, object]:
 def _equal(self: object, other: object) -> bool:
     """What == says, by the rules that README.md of this folder has under "Equality".
 
-    The == of a class that is no dataclass is asked only about objects whose attributes are equal, so it can deny that
-    they are equal but cannot make them so.
+    The == of a class that is not a dataclass is asked only about objects whose attributes are equal, so it can deny
+    that they are equal but cannot make them so.
     """
     if self is other:
         return True

@@ -549,7 +549,7 @@ class _Pair:
         spent = self.spent
         candidate, examiner = self.cpu()
         # Seconds that the main threads were ready to run and had no core. Other threads do not count: a hundred that
-        # wait for each other's core are no sign of a busy machine.
+        # wait for each other's core are not a sign of a busy machine.
         waits = [_proc(pid, "schedstat") for pid in self.pids]
         spent.cpu = self.before[0] + candidate + examiner
         spent.delay = self.before[1] + sum(int(each[1]) / 1e9 for each in waits if each)

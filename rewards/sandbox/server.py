@@ -87,7 +87,7 @@ def serve(fd: int) -> None:
         importlib.import_module(name)
     limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))  # the worker may have a lower one, for itself
-    sys.set_int_max_str_digits(0)  # Python's own limit is no part of any task, and the limits of CPU time hold
+    sys.set_int_max_str_digits(0)  # Python's own limit is not part of any task, and the limits of CPU time hold
     asyncio.DefaultEventLoopPolicy._loop_factory = _Loop
     examiner.count_checks()
     control = socket.socket(fileno=fd)

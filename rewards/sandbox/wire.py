@@ -129,7 +129,7 @@ _COMPARISONS = "__eq__ __ne__ __lt__ __le__ __gt__ __ge__".split()
 def like(cls: type) -> str:
     """The name of the class that `isinstance` takes objects of this one for: a builtin one, or a data type.
 
-    A class that compares in its own way is no data type: a test that asks for `int` goes on to compare.
+    A class that compares in its own way is not a data type: a test that asks for `int` goes on to compare.
     """
     if cls.__name__ in BUILTIN:
         return cls.__name__ * (BUILTIN[cls.__name__] is cls)

@@ -113,7 +113,7 @@ def plan_update(
     rows, n = sorted(range(len(lengths)) if rows is None else rows), rows_per_unit
     shared, learned = shared or [0] * len(lengths), learned or lengths
     if len(rows) % n:
-        raise ValueError(f"{len(rows)} rows are no multiple of {n}, which belong together")
+        raise ValueError(f"{len(rows)} rows are not a multiple of {n}, which belong together")
     units = [rows[start : start + n] for start in range(0, len(rows), n)]
 
     def cut(limit: int) -> tuple[list[list[int]], list[int]]:

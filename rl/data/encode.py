@@ -24,7 +24,7 @@ def load_prompts(
     """The prompts of --train-files and, if the run `evaluates`, those of --val-files, with their token ids.
 
     Args: max_prompt_length, in tokens; needs_truth, as for `read_rows`; read_train, a reader of --train-files whose
-    rows are no prompts in verl's schema; text_of, how the policy's partner makes a text of a prompt, if there is a
+    rows are not prompts in verl's schema; text_of, how the policy's partner makes a text of a prompt, if there is a
     partner. Raises ValueError for every mistake in the data.
     """
     read = partial(read_rows, needs_truth=needs_truth, has_partner=text_of is not None)

@@ -29,7 +29,7 @@ class CausalLM:
         """Raise ValueError, which begins with `where`, if a model with this config cannot be read so."""
         is_bidirectional = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
         if is_bidirectional or getattr(config, "is_encoder_decoder", False):
-            raise ValueError(f"{where}: a {config.model_type} is no causal language model; choose another model")
+            raise ValueError(f"{where}: a {config.model_type} is not a causal language model; choose another model")
 
     def finish(self, model: nn.Module, new: set[str], where: str) -> None:
         """Make a model ready that was just read. `new` are the names of weights that its files lack."""

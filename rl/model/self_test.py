@@ -70,7 +70,7 @@ class Trial:
     def _own_outputs(self, *, padded: bool = False) -> list[Tensor]:
         """What `outputs` should be, by the model's own forward of one sequence at a time, perhaps `padded`."""
         outputs, model, width = [], self.model, self.batch.input_ids.shape[1]
-        vocab_size = model.config.get_text_config().vocab_size  # ids beyond it are no tokens, and have no log-probs
+        vocab_size = model.config.get_text_config().vocab_size  # ids beyond it are not tokens, and have no log-probs
         for row, n in zip(self.batch.input_ids, self.batch.lengths.tolist(), strict=True):
             inputs = {"input_ids": row[None, : width if padded else n]}
             for x in model.packed.families:

@@ -232,7 +232,7 @@ def full_tensors(model: PreTrainedModel, dtype: torch.dtype | None = None) -> It
         # It is cast on the device, where that is fast, and before it is gathered, so that fewer bytes are sent.
         part = own_part(x.detach()).to(model.packed.device, non_blocking=True).to(whole_dtype)
         is_whole = not isinstance(x, DTensor) or x.device_mesh.size(x.device_mesh.ndim - 1) == 1
-        # pyrefly: ignore[missing-attribute]  # what is no whole tensor is a DTensor
+        # pyrefly: ignore[missing-attribute]  # what is not a whole tensor is a DTensor
         yield name, part if is_whole else with_part(x, part).full_tensor()
 
 

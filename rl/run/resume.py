@@ -101,8 +101,8 @@ def choose_checkpoint(
 
 
 def check_mode(resume_mode: str, ranks: Ranks) -> None:
-    """Raise ValueError, before the run's folder is made, if --resume-mode names a folder that is no intact checkpoint.
-    All ranks must enter.
+    """Raise ValueError, before the run's folder is made, if --resume-mode names a folder that is not an intact
+    checkpoint. All ranks must enter.
     """
     if resume_mode not in ("auto", "disable") and (problem := _problem(pathlib.Path(resume_mode), ranks)):
         raise ValueError(

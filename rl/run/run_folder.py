@@ -43,7 +43,7 @@ class Checkpoints:
 def folder_of(flags: Checkpoints, project_name: str, experiment_name: str) -> pathlib.Path:
     """--default-local-dir with the names in the places of its placeholders.
 
-    Raises ValueError for another placeholder, and for a name that is no plain file name.
+    Raises ValueError for another placeholder, and for a name that is not a plain file name.
     """
     template, names = flags.default_local_dir, {"project_name": project_name, "experiment_name": experiment_name}
     for name, value in names.items():
@@ -129,7 +129,7 @@ def lock(root: pathlib.Path) -> IO[str]:
     try:
         root.mkdir(parents=True, exist_ok=True)
         if (root / "run.lock").is_symlink() or ((root / "run.lock").exists() and not (root / "run.lock").is_file()):
-            raise OSError("run.lock is no ordinary file")  # a link's target is no file of ours. A pipe would wait.
+            raise OSError("run.lock is not an ordinary file")  # A link's target is not ours, and a pipe would wait.
         file = open(root / "run.lock", "a+")
     except OSError as error:
         raise ValueError(f"--default-local-dir: {root} cannot be written ({error}); choose another folder") from error

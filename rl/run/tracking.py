@@ -95,7 +95,7 @@ class Tracker:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         for file in (self.run_dir / name for name in RECORDS):
             if file.exists() and not file.is_file():  # a pipe would hold up the run
-                raise OSError(f"{file} is no ordinary file; remove it, or choose another --experiment-name")
+                raise OSError(f"{file} is not an ordinary file; remove it, or choose another --experiment-name")
         if start == 0:
             _set_aside(self.run_dir)
         for lines in (self.metrics, self.generations):

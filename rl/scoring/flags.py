@@ -42,7 +42,7 @@ def parse_functions(specs: Sequence[str]) -> list[tuple[str, float, str, str]]:
         except ValueError:
             number = math.nan
         if not math.isfinite(number):
-            raise ValueError(f"--custom-reward-function {spec!r}: the weight {weight!r} is no number, such as 0.5")
+            raise ValueError(f"--custom-reward-function {spec!r}: the weight {weight!r} is not a number, such as 0.5")
         parsed.append((number, str(file.resolve()), name or "compute_score"))
     stems = [Path(file).stem for _, file, _ in parsed]
     labels = [s if stems.count(s) == 1 else f"{s}.{name}" for s, (_, _, name) in zip(stems, parsed, strict=True)]

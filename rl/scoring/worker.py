@@ -43,7 +43,7 @@ def import_file(path: str) -> ModuleType:
     sys.path.append(os.path.dirname(os.path.realpath(path)))  # behind everything else
     name = f"users_{zlib.crc32(path.encode())}"  # its stem may be the name of another module
     if (spec := importlib.util.spec_from_file_location(name, path)) is None or spec.loader is None:
-        raise ValueError(f"{path} is no Python file: its name does not end with .py")
+        raise ValueError(f"{path} is not a Python file: its name does not end with .py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -106,7 +106,7 @@ def read_result(value: Any) -> Result:
 
 def call(reward: Reward, calls: list[tuple]) -> list[Result]:
     """The results for (data_source, solution_str, ground_truth, extra_info) of each response. Raises ValueError for
-    what is no result, see `read_result`, and whatever the function raises.
+    what is not a result, see `read_result`, and whatever the function raises.
     """
     if not reward.batched:
         return [read_result(awaited(reward.function(*arguments))) for arguments in calls]

@@ -118,7 +118,7 @@ def binary() -> bytes:
     return b"\xff\xfe\x00"
 
 def surrogate() -> str:
-    """A text that is no UTF-8."""
+    """A text that is not UTF-8."""
     return os.fsdecode(b"a\xff\x00b")
 
 def control() -> str:
@@ -404,10 +404,10 @@ def test_two_tools_of_one_name_are_refused(environment, files, problem, tmp_path
 )
 def test_what_is_no_tool_is_refused(tool, shown, tmp_path):
     (tmp_path / "a.py").write_text(f"tool = {tool}\n" + CLASS.replace("TOOLS", "tool,"))
-    words = re.escape(f"{shown} is no tool: give a function, or its JSON schema with a name")
+    words = re.escape(f"{shown} is not a tool: give a function, or its JSON schema with a name")
     with pytest.raises(ValueError, match=words):
         load(str(tmp_path / "a.py"), [], 100)
-    with pytest.raises(ValueError, match=words + "|a.py:tool is no function but " + re.escape(shown)):
+    with pytest.raises(ValueError, match=words + "|a.py:tool is not a function but " + re.escape(shown)):
         load(None, [f"{tmp_path / 'a.py'}:tool"], 100)
 
 

@@ -316,5 +316,5 @@ def test_pairs_by_hand():
 
 @pytest.mark.parametrize(("rows", "mini", "odd"), [(7, 4, 3), (8, 3, 3), (5, 5, 5), (6, 1, 1)])
 def test_rows_that_would_be_cut_apart_are_refused(rows, mini, odd):
-    with pytest.raises(ValueError, match=f"^{odd} rows are no multiple of 2"):
+    with pytest.raises(ValueError, match=f"^{odd} rows are not a multiple of 2"):
         plans([3] * rows, 2, mini_batch_size=mini, max_tokens=10, rows_per_unit=2)

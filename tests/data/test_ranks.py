@@ -218,7 +218,7 @@ def test_units_that_a_mini_batch_would_cut_apart_are_refused():
     responses = gather_responses(scored_samples, rows, ranks_without_group())
     options = dict(max_tokens=50, ranks=ranks_without_group(), rows_per_unit=2)
     for size, odd in ((2, 1), (3, 3)):
-        with pytest.raises(ValueError, match=f"^{odd} rows are no multiple of 2"):
+        with pytest.raises(ValueError, match=f"^{odd} rows are not a multiple of 2"):
             make_batch(responses, torch.ones(3, dtype=torch.bool), mini_batch_size=size, **options)
     with pytest.raises(AssertionError, match="another order would tear units apart"):
         make_batch(responses[:2], torch.ones(2, dtype=torch.bool), mini_batch_size=2, order=[1, 0], **options)

@@ -357,7 +357,7 @@ def test_a_dropped_text_is_found_behind_rows_of_the_same_shape():
 
 
 def test_a_dropped_text_is_found_where_a_row_of_the_same_shape_has_the_same_around_it():
-    """A text that the template changed is no part of what stands around texts, and neither is one like a role."""
+    """A text that the template changed is not part of what stands around texts, and neither is one like a role."""
     tokenizer = make_tokenizer(R1.replace("[-1]", "[-1] | upper"))
     rows = [row_of([user("a"), says(said), user("b")], None) for said in ("yes", "<think>no</think>yes")]
     assert encode_prompts(tokenizer, rows[:1])

@@ -238,7 +238,7 @@ def test_a_critic_keeps_the_weights_of_its_files(judge, tiny_model, world):
 
 @pytest.fixture
 def refused(judge, tmp_path):
-    """Folders that are no critics, by what is wrong with them."""
+    """Folders that are not critics, by what is wrong with them."""
     folders = {name: tmp_path / name for name in ("two_labels", "incomplete", "bert", "headless")}
     for folder in folders.values():
         shutil.copytree(judge, folder)

@@ -390,7 +390,7 @@ def test_token_logprobs_keeps_to_the_sliding_window_of_the_model(window, batch):
 
 @torch.no_grad()
 def test_token_logprobs_uses_the_attention_scale_of_the_model(batch):
-    """Granite scales its attention scores by a number of its own; a logits_scaling of one is no scaling."""
+    """Granite scales its attention scores by a number of its own; a logits_scaling of one is not a scaling."""
     config = GraniteConfig(**SIZES, num_hidden_layers=1, attention_multiplier=3.0, logits_scaling=1.0)
     expected = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa").double()
     packed = AutoModelForCausalLM.from_config(config, attn_implementation=choose_attention(CPU, torch.float32)).double()

@@ -86,7 +86,7 @@ def test_shared_prefix_by_hand():
     assert shared_prefix(batch).tolist() == [0, 2, 3, 2, 0, 3, 3]
     assert shared_prefix(take_rows(batch, [2, 0, 6])).tolist() == [0, 2, 0]
     assert shared_prefix(take_rows(batch, [])).tolist() == [0]
-    padded = rows_of([5], [5, 0, 0])  # the padding of the first row is no token
+    padded = rows_of([5], [5, 0, 0])  # the padding of the first row is not a token
     assert shared_prefix(padded).tolist() == [0, 1]
 
 

@@ -293,7 +293,7 @@ HANDED = [
     ("def f():\n    e, g = ValueError('x'), KeyError('y')\n    e.__cause__, g.__cause__, e.__context__, g.__context__ = g, e, g, e\n    raise e", {}, "", ["try: f()\nexcept ValueError as e:\n    try: f()\n    except ValueError as g: assert isinstance(g.__cause__.__cause__, ValueError)"], ["import unittest\nclass T(unittest.TestCase):\n    def test(s): s.assertEqual(f(), 3)\nr = unittest.TestResult()\nunittest.TestSuite([T('test')]).run(r)\nassert not r.errors"]),
 ]  # fmt: skip
 
-# Classes with an == of their own that are no dataclasses. The lying ones are asked the same as those in ANSWERS.
+# Classes with an == of their own that are not dataclasses. The lying ones are asked the same as those in ANSWERS.
 _EQ = "    __eq__ = lambda s, o: True\n    __hash__ = lambda s: 1\n"
 _INIT = "    def __init__(s, x, y): s.x, s.y = x, y\n"
 _ZERO = _ADD.format("P(0, 0)", "P(0, 0)", "P(0, 0)")

@@ -204,7 +204,7 @@ def test_different(truth):
         (r"it is \boxed 7.", "7"),
         (r"\boxed\frac{1}{2}$", r"\frac{1}{2}"),
         (r"\boxed{\{1,2\}}", r"\{1,2\}"),
-        (r"\boxed{\left\{1\right.}", r"\left\{1\right."),  # an escaped brace is no bracket
+        (r"\boxed{\left\{1\right.}", r"\left\{1\right."),  # an escaped brace is not a bracket
         (r"\boxed{ 3 }", "3"),
         (r"\boxed{}", ""),
         (r"\boxed", None),

@@ -158,7 +158,7 @@ OTHER_RELATIONS = [
 # --- signs -----------------------------------------------------------------------------------------------------------
 
 LINES = [line.split() for line in NAMES.strip().split("\n")]
-WITHOUT_VALUE = {":", r"\degree", r"\$"}  # what is left of them alone is no answer
+WITHOUT_VALUE = {":", r"\degree", r"\$"}  # what is left of them alone is not an answer
 CONTEXTS = ["{}", "a {} b", "x_1 {} 2", "({} + 1)^2", "y = 3 {} x"]
 
 SAME_FORMS = [

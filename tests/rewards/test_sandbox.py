@@ -632,7 +632,7 @@ def test_another_machine_has_no_layers(monkeypatch, fresh_probe):
 
 
 def test_a_step_of_locking_up_that_fails_means_no_sandbox(monkeypatch, fresh_probe):
-    without(monkeypatch, ruleset=0)  # standard input is no ruleset
+    without(monkeypatch, ruleset=0)  # standard input is not a ruleset
     with pytest.raises(sandbox.SandboxUnavailable, match="does not start.*landlock_restrict_self"):
         sandbox.self_test()
 

@@ -522,7 +522,7 @@ def test_help_shows_a_scripts_own_flags_first_then_the_others_in_groups(help_of,
     for box in boxes.values():
         for flag, text in box.items():
             comment, default = re.fullmatch(r"(.*) \(default: (.*)\)", text).groups()
-            assert re.fullmatch(r"[A-Za-z1_-].* .*\.", comment), f"{flag}: {comment!r} is no sentence"
+            assert re.fullmatch(r"[A-Za-z1_-].* .*\.", comment), f"{flag}: {comment!r} is not a sentence"
             value = flags.flat(args)[flag]
             assert default.replace("'", "").split() == [
                 str(x) for x in (value if isinstance(value, tuple) else [value])

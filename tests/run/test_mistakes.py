@@ -41,7 +41,7 @@ def test_a_mistake_is_one_sentence(capsys, tmp_path):
     said = ended_by(lambda: read_rows(tmp_path / "x.parquet"), capsys)  # a FileNotFoundError
     assert said.startswith(f"train_grpo.py: error: {tmp_path}/x.parquet: no such data file;") and said.count("\n") == 1
     said = ended_by(no_folder(tmp_path), capsys)  # an OSError
-    assert said.startswith("train_grpo.py: error: ") and "is no ordinary file" in said and said.count("\n") == 1
+    assert said.startswith("train_grpo.py: error: ") and "is not an ordinary file" in said and said.count("\n") == 1
 
 
 def not_ours():

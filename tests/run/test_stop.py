@@ -360,7 +360,7 @@ def test_two_ranks_leave_together_whichever_was_asked(own_task, tmp_path):
     chain = Chain("train_grpo", partial(h.grpo_settings, own_task), tmp_path, ranks=2, total_training_steps=2)
     chain.stops_at(0, partial(ask_while_generating, 1, rank=1))  # the tokens of the other are slow as well
     chain.stops_while_rewards_sleep(1, 2, 0, number=signal.SIGINT)  # and so are its rewards
-    chain.ends_like_the_unbroken_one(partial(lag, 1))  # being slow is no fault
+    chain.ends_like_the_unbroken_one(partial(lag, 1))  # being slow is not a fault
 
 
 def test_what_a_group_says_its_ranks_know(tmp_path):

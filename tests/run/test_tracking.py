@@ -162,7 +162,7 @@ def test_damaged_lines_do_not_keep_a_run_from_going_on(tmp_path, capsys):
 
 def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")  # to open one is to wait for somebody at its other end
-    with pytest.raises(OSError, match="metrics.jsonl is no ordinary file; remove it"):
+    with pytest.raises(OSError, match="metrics.jsonl is not an ordinary file; remove it"):
         tracker(tmp_path, start=4)
 
 

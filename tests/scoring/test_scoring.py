@@ -1105,7 +1105,7 @@ def test_an_answer_that_is_a_bomb_scores_0_and_its_worker_lives(every_character,
 
 
 def test_check_finds_the_form_of_data_without_reference_answers(every_character, no_processes_left):
-    """verl's MATH rows have no extra_info.answer: the bare truth `5`, without a box, is no right response."""
+    """verl's MATH rows have no extra_info.answer: the bare truth `5`, without a box, is not a right response."""
     scorer = Scorer(["rewards/by_data_source.py"], every_character, Scoring(reward_workers=1))
     programs = json.dumps({"inputs": ["1\n"], "outputs": ["1\n"]})
     rows = [
@@ -1145,9 +1145,9 @@ def test_two_files_of_the_same_name_do_not_mix(tmp_path):
         ([""], ["no file ''"]),
         (["MINE:missing"], ["MINE", "no function 'missing'"]),
         (["MINE:constant"], ["no function 'constant'"]),
-        (["MINE:other:heavy"], ["'MINE:other:heavy'", "weight 'heavy' is no number"]),
-        (["MINE:other:nan"], ["weight 'nan' is no number"]),
-        (["MINE:other:1:2"], ["weight '1:2' is no number"]),
+        (["MINE:other:heavy"], ["'MINE:other:heavy'", "weight 'heavy' is not a number"]),
+        (["MINE:other:nan"], ["weight 'nan' is not a number"]),
+        (["MINE:other:1:2"], ["weight '1:2' is not a number"]),
         (["MINE:other", "MINE:other:2"], ["named twice", "add up its weights"]),
         (["MINE", "FOLDER/syntax.py"], ["syntax.py", "SyntaxError"]),
         (["FOLDER/missing_package.py"], ["ModuleNotFoundError", "no_such_package"]),

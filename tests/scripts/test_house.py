@@ -5,7 +5,7 @@ needs no more of it is tested by test_deletion.py.
 
 A code line is a line that is not blank, not a comment and not part of a docstring. The core is rl/ without rl/run/, and
 the wall is rl/run/. "import sft" counts the code lines of every file of rl/ that importing sft.py executes: imports at
-the top of a module count, also inside `if` and `try`, and imports inside functions do not. A door is no part of that:
+the top of a module count, also inside `if` and `try`, and imports inside functions do not. A door is not part of that:
 it has a limit of its own.
 
 `PYTHONPATH=.:tests python tests/scripts/test_house.py` prints the figures beside their limits. With `--shape` it also
@@ -59,7 +59,7 @@ ALLOWANCES: list[tuple[str, int, str]] = [
     ("core", 20, "A text far over a limit of tokens is refused or dropped before all of it is tokenized."),
     ("core", 100, "Rows are read, kept and tokenized in chunks, so that a million of them take at most 2 GiB."),
     # Models and their folders.
-    ("core", 108, "A folder that is no whole model is refused before anything is loaded, with flag, path and reason."),
+    ("core", 108, "A folder that is not a whole model is refused before loading, with flag, path and reason."),
     ("core", 16, "The check of the engine has no pass of more tokens than a micro-batch."),
     # Engines and pushes of weights.
     # Rewards and judges.
@@ -254,7 +254,7 @@ def test_the_front_page_says_how_long_the_code_is():
 def test_what_counts_as_a_code_line():
     source = '"""A module.\n\nTwo."""\n\nimport os  # one\n# none\n\n\n'
     source += 'def f(x):  # two\n    """None."""\n    return """\n\n"""\n'
-    assert code_lines(source) == 5  # import, def, and three lines of a text that is no docstring
+    assert code_lines(source) == 5  # import, def, and three lines of a text that is not a docstring
     assert code_lines("") == code_lines("# nothing\n") == 0
     assert code_lines("x = [\n    1,\n\n    # no\n    2,\n]\n") == 4
 

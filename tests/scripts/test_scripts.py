@@ -1098,7 +1098,7 @@ GRPO_MISTAKES = {
     ),
     "reward weight": (
         lambda f: dict(custom_reward_function=("rewards/gsm8k.py::half",)),
-        ["--custom-reward-function 'rewards/gsm8k.py::half'", "weight 'half' is no number"],
+        ["--custom-reward-function 'rewards/gsm8k.py::half'", "weight 'half' is not a number"],
     ),
     "reward timeout": (lambda f: dict(reward_timeout=0.0), ["--reward-timeout 0.0", "must be positive"]),
     "reward memory": (lambda f: dict(reward_memory_mb=-1), ["--reward-memory-mb -1", "at least 0"]),
@@ -1312,8 +1312,8 @@ BROKEN = {  # a change of a model's folder -> what is said of it
     "cut index": (in_shards(lambda shard, index: index.write_text("{")), "no model can be loaded from there .*JSON"),
     "index without files": (in_shards(lambda shard, index: index.write_text("{}")), "no model .*weight_map|metadata"),
     "adapters beside it": (file_with("adapter_config.json", lambda x: b"{}"), "holds adapters; merge them into their"),
-    "encoder": (of_class(BertConfig(**SMALL)), "a bert is no causal language model; choose another model"),
-    "two halves": (config_with(model_type="t5"), "a t5 is no causal language model"),
+    "encoder": (of_class(BertConfig(**SMALL)), "a bert is not a causal language model; choose another model"),
+    "two halves": (config_with(model_type="t5"), "a t5 is not a causal language model"),
     "code of a stranger": (
         config_with(model_type="mine", auto_map={"AutoConfig": "mine.Mine"}),
         "no config can be loaded from there .*contains custom code",

@@ -116,7 +116,7 @@ def test_what_cannot_be_shown_is_refused(runs, tmp_path):
     with pytest.raises(ValueError, match="give one folder of a run or more"):
         view.main(view.Args(runs=(), out=tmp_path / "view.html"))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "x": 1}\n{"step": 2, "x"\n{"step": 3, "x": 1}\n')
-    with pytest.raises(ValueError, match=f"{tmp_path}/metrics.jsonl: line 2 is no JSON .*; remove this line"):
+    with pytest.raises(ValueError, match=f"{tmp_path}/metrics.jsonl: line 2 is not JSON .*; remove this line"):
         view.main(view.Args(runs=(tmp_path,), out=tmp_path / "view.html"))
 
 
