@@ -13,7 +13,7 @@ its advantage is exactly 0. The only scored response of a group has nothing to c
 others.
 
 The functions below them work on (B, T) tokens. A mask is 1 (or True) on tokens that the policy sampled, 0 on prompts,
-padding and observations; what stands where the mask is 0, NaN included, never reaches a result.
+padding and observations. What stands where the mask is 0, NaN included, never reaches a result.
 """
 
 import torch
@@ -23,7 +23,7 @@ from rl.formulas.shared import check_shapes
 
 
 def _mean(x: Tensor, weights: Tensor, dim: int) -> Tensor:
-    """The weighted mean of x along dim, which stays; inf if all weights are 0.
+    """The weighted mean of x along dim, which stays, or inf if all weights are 0.
 
     It is measured from the smallest entry of positive weight, so the mean of equal entries is exactly their value. Else
     three times 0.1 would leave a deviation of 1e-9, which a division by std + 1e-6 turns into an advantage.
@@ -36,19 +36,19 @@ def _mean(x: Tensor, weights: Tensor, dim: int) -> Tensor:
 
 
 def _deviation(x: Tensor, weights: Tensor, dim: int) -> Tensor:
-    """x minus its weighted mean along dim, see `_mean`; 0 where the weight is 0."""
+    """x minus its weighted mean along dim, see `_mean`, or 0 where the weight is 0."""
     return torch.where(weights > 0, x - _mean(x, weights, dim), 0.0)
 
 
 def _centered(rewards: Tensor, weights: Tensor | float = 1.0) -> Tensor:
-    """Rewards minus the weighted mean of their group; unscored gives 0, a lone scored one keeps its own."""
+    """Rewards minus the weighted mean of their group. An unscored response gets 0, a lone scored one keeps its own."""
     scored = ~rewards.isnan()
     alone = scored.sum(-1, keepdim=True) == 1
     return torch.where(scored & alone, rewards, _deviation(rewards, weights * scored.to(rewards.dtype), dim=-1))
 
 
 def _whitened(x: Tensor, weights: Tensor, eps: float) -> Tensor:
-    """Zero mean and unit variance over all entries, one of weight w counting w times; 0 where w is 0."""
+    """Zero mean and unit variance over all entries, one of weight w counting w times, or 0 where w is 0."""
     deviation = _deviation(x.flatten(), weights.flatten(), dim=0).reshape(x.shape)
     variance = (weights * deviation.square()).sum() / (weights.sum() - 1).clamp(min=1)
     return deviation * (variance + eps).rsqrt()
@@ -74,7 +74,7 @@ def group_mean_std(rewards: Tensor) -> tuple[Tensor, Tensor]:
 def grpo(rewards: Tensor, lengths: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6, **_: object) -> Tensor:
     """Group-relative advantage: reward against the mean and standard deviation of its group.
 
-    A_i = (r_i - mean_g) / (std_g + eps), or r_i - mean_g without norm_by_std (Dr. GRPO); see `group_mean_std`.
+    A_i = (r_i - mean_g) / (std_g + eps), or r_i - mean_g without norm_by_std (Dr. GRPO), see `group_mean_std`.
     A group of equal rewards gives exactly 0. Example: rewards [1, 0, 0] -> [1.1547, -0.5774, -0.5774].
 
     Source: DeepSeekMath, sec. 4.1.2, arXiv 2402.03300; Understanding R1-Zero-Like Training, 2503.20783 (Dr. GRPO).
@@ -87,9 +87,9 @@ def grpo(rewards: Tensor, lengths: Tensor, *, norm_by_std: bool = True, eps: flo
 def grpo_batch(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: object) -> Tensor:
     """Reward against the mean of its group, in units of the standard deviation of the whole step.
 
-    A_i = (r_i - mean_g) / (std + eps), std unbiased over all scored rewards of the step; 1 if they are equal or fewer
-    than two. One scale for all groups: one with little spread is not blown up, as in `grpo`. `rewards` must hold every
-    group of the step. Example: rewards [[1, 0], [0, 0]] -> std 0.5 -> [[1, -1], [0, 0]].
+    A_i = (r_i - mean_g) / (std + eps), std unbiased over all scored rewards of the step. std is 1 if they are equal or
+    fewer than two. One scale for all groups: one with little spread is not blown up, as in `grpo`. `rewards` must hold
+    every group of the step. Example: rewards [[1, 0], [0, 0]] -> std 0.5 -> [[1, -1], [0, 0]].
 
     Source: Tricks or Traps? A Deep Dive into RL for LLM Reasoning (Lite PPO), arXiv 2508.08221.
     """
@@ -101,9 +101,9 @@ def grpo_batch(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: obje
 def max_rl(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: object) -> Tensor:
     """Reward against the mean of its group, in units of this mean: the gradient of log(chance of being right).
 
-    A_i = (r_i - mean_g) / (mean_g + eps); 0 in a group whose mean is not positive. A rare right answer counts more: one
-    of reward 1 among n with 0 otherwise has A = n - 1. A group with one scored response has baseline 0, so it gets
-    r / (r + eps). For rewards that are never negative. Example: rewards [1, 0, 0, 0] -> [3, -1, -1, -1].
+    A_i = (r_i - mean_g) / (mean_g + eps). It is 0 in a group whose mean is not positive. A rare right answer counts
+    more: one of reward 1 among n with 0 otherwise has A = n - 1. A group with one scored response has baseline 0, so it
+    gets r / (r + eps). For rewards that are never negative. Example: rewards [1, 0, 0, 0] -> [3, -1, -1, -1].
 
     Source: Maximum Likelihood Reinforcement Learning (MaxRL), arXiv 2602.02710.
     """
@@ -115,9 +115,10 @@ def max_rl(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: object) 
 def grpo_passk(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: object) -> Tensor:
     """Only the best response of a group counts, by how far it is ahead of the second best.
 
-    A_best = (r_(1) - r_(2)) / (std_g + eps), std_g as in `group_mean_std`; 0 for all others, and for all if two share
-    the best. Without the division its gradient is that of the expected best reward of a group (pass@G for right and
-    wrong). A group with one scored response has r_(2) = 0. Example: rewards [1, 0, 0] -> std 0.5774 -> [1.7320, 0, 0].
+    A_best = (r_(1) - r_(2)) / (std_g + eps), std_g as in `group_mean_std`. It is 0 for all others, and for all if two
+    share the best. Without the division its gradient is that of the expected best reward of a group (pass@G for right
+    and wrong). A group with one scored response has r_(2) = 0.
+    Example: rewards [1, 0, 0] -> std 0.5774 -> [1.7320, 0, 0].
 
     Source: Optimizing Language Models for Inference Time Objectives using RL, arXiv 2503.19595.
     """
@@ -130,13 +131,13 @@ def grpo_passk(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: obje
 
 
 def gdpo(rewards: Tensor, lengths: Tensor, *, parts: Tensor, weights: tuple[float, ...] = (), **_: object) -> Tensor:
-    """Every part of the reward is compared with its group by itself; the sum is whitened over all tokens of the step.
+    """Every part of the reward is compared with its group by itself. The sum is whitened over all tokens of the step.
 
     s_i = sum_k w_k * grpo(parts_k)_i; A_i = (s_i - mean) * rsqrt(var + 1e-8), moments over tokens, as in
     `reinforce_plus_plus_baseline`. If the parts are added up first, one with a wide range hides the others, and
-    different combinations get the same advantage. A part that a response lacks (NaN) adds 0 to its s_i; a response
+    different combinations get the same advantage. A part that a response lacks (NaN) adds 0 to its s_i. A response
     without any part gets 0 and leaves the moments. `parts` must hold every group of the step. Moments over tokens are
-    verl's; the paper and TRL take them over responses.
+    verl's. The paper and TRL take them over responses.
 
     Args: rewards is not used; parts (K, P, G) float, NaN = not scored; weights, K numbers, or none: all 1.
     Source: GDPO: Group reward-Decoupled Normalization Policy Optimization, arXiv 2601.05242.
@@ -151,7 +152,7 @@ def gdpo(rewards: Tensor, lengths: Tensor, *, parts: Tensor, weights: tuple[floa
 def rloo(rewards: Tensor, lengths: Tensor, **_: object) -> Tensor:
     """Leave-one-out advantage: reward against the mean of the other responses of the group.
 
-    A_i = r_i - sum_{j != i} r_j / (n - 1) = (r_i - mean_g) * n / (n - 1), n scored responses; n = 1 gives r_i.
+    A_i = r_i - sum_{j != i} r_j / (n - 1) = (r_i - mean_g) * n / (n - 1), n scored responses. With n = 1 this is r_i.
     Example: rewards [1, 0, 0] -> [1, -0.5, -0.5].
 
     Source: Back to Basics: Revisiting REINFORCE Style Optimization, arXiv 2402.14740.
@@ -177,7 +178,7 @@ def gpg(rewards: Tensor, lengths: Tensor, **_: object) -> Tensor:
     """Group-centered advantage, scaled up when few responses of the batch earn anything.
 
     A_i = alpha * (r_i - mean_g), alpha = N / max(#{r_i != 0}, 1), N scored responses in the whole batch. `rewards` must
-    hold every group of the step. This alpha is verl's; the paper divides by the number of responses whose group has
+    hold every group of the step. This alpha is verl's. The paper divides by the number of responses whose group has
     different rewards, not by that of responses that earn something.
 
     Source: GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning, arXiv 2504.02546.
@@ -227,7 +228,7 @@ def returns_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
 
 
 def sums_by_group(returns: Tensor, weights: Tensor, mask: Tensor, groups: Tensor, num_groups: int) -> Tensor:
-    """What `token_baselines` needs of the rows of a rank; the sums of all ranks add up.
+    """What `token_baselines` needs of the rows of a rank. The sums of all ranks add up.
 
     For every group and place t, over its rows i with mask 1 there: sum_i W_it * R_it, sum_i W_it, and their number.
 
@@ -243,9 +244,9 @@ def sums_by_group(returns: Tensor, weights: Tensor, mask: Tensor, groups: Tensor
 def token_baselines(sums: Tensor, *, eps: float = 1e-8) -> Tensor:
     """The baseline of every place in a group that makes the noise of the gradient smallest (optimal token baseline).
 
-    B_t = sum_i W_it * R_it / (sum_i W_it + eps), over the rows that have a token there; 0 where fewer than two have.
-    W_it is a measure of the squared gradient of all log-probs up to t: the running sum of 1 - 2 pi_t + sum_v pi(v)^2,
-    which is that of log pi_t with respect to the logits.
+    B_t = sum_i W_it * R_it / (sum_i W_it + eps), over the rows that have a token there. It is 0 where fewer than two
+    have. W_it is a measure of the squared gradient of all log-probs up to t: the running sum of 1 - 2 pi_t
+    + sum_v pi(v)^2, which is that of log pi_t with respect to the logits.
 
     Args: sums (3, P, T), of all ranks, see `sums_by_group`. Returns: (P, T).
     Source: The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL, arXiv 2602.07078.

@@ -2,7 +2,7 @@
 
 B sequences, T tokens. logp is the policy being trained, old_logp the one that defines the trust region, ref_logp the
 frozen reference, rollout_logp what the inference engine reported. A mask is 1 (or True) on tokens that the policy
-sampled, 0 elsewhere; what stands where it is 0, NaN included, reaches neither a value nor a gradient.
+sampled, 0 elsewhere. What stands where it is 0, NaN included, reaches neither a value nor a gradient.
 
 The policy losses share one signature and one result, so that a script can pick one from a dict:
 
@@ -42,7 +42,7 @@ def aggregate(
 ) -> Tensor:
     """Weighted sum of per-token values, divided by denominators of the whole mini-batch.
 
-    S_i = sum_t m_it * x_it, L_i = sum_t m_it; a row without valid tokens contributes 0.
+    S_i = sum_t m_it * x_it, L_i = sum_t m_it. A row without valid tokens contributes 0.
     token-mean            sum_i S_i / num_tokens                   DAPO
     seq-mean-token-sum    sum_i S_i / num_seqs
     seq-mean-token-mean   sum_i (S_i / L_i) / num_seqs             GRPO, GSPO, SAPO, GMPO
@@ -73,8 +73,8 @@ def aggregate(
 def ppo_clip(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, clip_ratio_c=None, **_) -> Loss:
     """Clipped surrogate of PPO, with a lower clip and an upper clip, and optionally the dual clip.
 
-    max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)); where A < 0 and c is given, at most -A * c. |delta| <= 20.
-    Without the dual clip a bad token that the policy has made much more likely has an unbounded loss.
+    max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)). Where A < 0 and c is given, it is at most -A * c.
+    |delta| <= 20. Without the dual clip a bad token that the policy has made much more likely has an unbounded loss.
 
     Raises: ValueError unless clip_ratio_c > 1.
     Source: PPO, eq. 7, arXiv 1707.06347; dual clip, arXiv 1912.09729; clip-higher, DAPO, eq. 10, arXiv 2503.14476.
@@ -95,7 +95,7 @@ def gspo(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, *
     """Clipped surrogate on the length-normalized ratio of the whole sequence (the GSPO-token form).
 
     log s_it = logp_it - sg(logp_it) + sg(mean_t delta_it), at most 10; max(-A * s, -A * clip(s, 1 - low, 1 + high)).
-    No dual clip. Sequence ratios hardly move, so the paper's clips are 3e-4 and 4e-4; aggregate by seq-mean-token-mean
+    No dual clip. Sequence ratios hardly move, so the paper's clips are 3e-4 and 4e-4. Aggregate by seq-mean-token-mean
     to match it.
 
     Source: Group Sequence Policy Optimization, eq. 13 and 14, arXiv 2507.18071; summed over tokens it is LUSPO, arXiv
@@ -116,7 +116,7 @@ def dppo_tv(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high
     With p = exp(logp), p_old = exp(old_logp): -sg(min(ratio, c)) * A * logp, and 0 where the token has already moved
     too far in the wanted direction: p - p_old > high where A > 0, p_old - p > low elsewhere. |delta| <= 20. So a rare
     token may grow by a large ratio, and a likely one may not lose much. The clip ratios bound differences of
-    probabilities, 0.1 to 0.2 or so; c is 20 in the paper. clipped is 1 where the loss is 0.
+    probabilities, 0.1 to 0.2 or so. c is 20 in the paper. clipped is 1 where the loss is 0.
 
     Source: Rethinking the Trust Region in LLM Reinforcement Learning (DPPO-Binary-TV), arXiv 2602.04879.
     """
@@ -149,7 +149,7 @@ def dppo_kl(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high
 def _weighted_gradient(
     live: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, outside: Tensor, cap: float | None
 ) -> Loss:
-    """-sg(min(ratio, cap)) * A * live where a token is not `outside`, else 0; and where it is."""
+    """-sg(min(ratio, cap)) * A * live where a token is not `outside`, else 0. Also returns where it is."""
     ratio = (live.detach() - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     loss = torch.where(outside, 0.0, -ratio.clamp(max=torch.inf if cap is None else cap) * advantages * live)
     return _keep(loss, mask), _keep(outside.to(live.dtype), mask)
@@ -158,7 +158,7 @@ def _weighted_gradient(
 def cispo(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, **_) -> Loss:
     """Policy gradient under a clipped importance weight: every token keeps a gradient, only its weight is bounded.
 
-    -sg(clip(ratio, 1 - low, 1 + high)) * A * logp, |delta| <= 20; clipped is 1 where the weight was changed.
+    -sg(clip(ratio, 1 - low, 1 + high)) * A * logp, |delta| <= 20. clipped is 1 where the weight was changed.
 
     Source: MiniMax-M1 (CISPO), eq. 4 and 5, arXiv 2506.13585.
     """
@@ -172,8 +172,8 @@ def cispo(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, 
 def sapo(logp, old_logp, advantages, mask, *, tau_pos=1.0, tau_neg=1.05, **_) -> Loss:
     """Soft gate instead of a clip: the gradient fades smoothly as the ratio leaves 1.
 
-    -A * sigmoid(tau * (ratio - 1)) * 4 / tau, tau = tau_pos where A > 0, else tau_neg; |delta| <= 20. The factor
-    4 / tau makes the slope 1 at ratio 1. Nothing is clipped; aggregate by seq-mean-token-mean to match
+    -A * sigmoid(tau * (ratio - 1)) * 4 / tau, tau = tau_pos where A > 0, else tau_neg. |delta| <= 20. The factor
+    4 / tau makes the slope 1 at ratio 1. Nothing is clipped. Aggregate by seq-mean-token-mean to match
     the paper.
 
     Source: Soft Adaptive Policy Optimization, arXiv 2511.20347.
@@ -191,7 +191,7 @@ def gmpo(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, *
     s = sign(A_t); delta'_t = s * min(s * delta_t, s * clip(delta_t, -low, high));
     loss_i = -mean_t(A_t) * exp(mean_t delta'_t)
     Every valid token of row i holds loss_i, so seq-mean-token-mean gives mean_i(loss_i). The clip ratios bound log
-    ratios (0.4 and 0.4 in the paper); no dual clip. clipped is 1 where the clip decides delta'.
+    ratios (0.4 and 0.4 in the paper). No dual clip. clipped is 1 where the clip decides delta'.
 
     Source: Geometric-Mean Policy Optimization, arXiv 2507.20673.
     """
@@ -207,7 +207,7 @@ def gmpo(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, *
 def clip_cov(logp, old_logp, advantages, mask, *, chosen, clip_ratio_low, clip_ratio_high, **_) -> Loss:
     """Clipped surrogate of PPO, and a loss of 0 on tokens that are `chosen` (B, T) bool, so that these do not push.
 
-    0 where chosen, max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)) elsewhere, |delta| <= 20; no dual clip.
+    0 where chosen, max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)) elsewhere, |delta| <= 20. No dual clip.
     `token_selection.choose` draws `chosen` among the tokens that make the policy surer of itself. clipped is 1 where
     chosen.
 
@@ -219,9 +219,9 @@ def clip_cov(logp, old_logp, advantages, mask, *, chosen, clip_ratio_low, clip_r
 
 
 def kl_cov(logp, old_logp, advantages, mask, *, chosen, ppo_kl_coef, **_) -> Loss:
-    """Surrogate without a clip; tokens that are `chosen` (B, T) bool pay for moving away from the step's first policy.
+    """Surrogate without a clip. Tokens that are `chosen` (B, T) bool pay for moving away from the step's first policy.
 
-    -A * ratio, and + ppo_kl_coef * |delta| where chosen; the delta of the ratio is within [-20, 20].
+    -A * ratio, and + ppo_kl_coef * |delta| where chosen. The delta of the ratio is within [-20, 20].
     `token_selection.choose` chooses the tokens that make the policy surest of itself. clipped is 1 where
     chosen.
 
@@ -251,7 +251,7 @@ def kl(logp: Tensor, ref_logp: Tensor, kind: str, *, old_logp: Tensor | None = N
     A suffix "+" keeps the value and takes the gradient of k2: k2 - sg(k2) + sg(base).
     unbiased: ratio * k3, ratio = exp(clip(logp - old_logp, -20, 20)) with its gradient: value and gradient are those of
     the KL of the policy, also for tokens that the older policy of old_logp sampled.
-    There is no mask here, so all inputs must be finite everywhere; `aggregate` masks the result.
+    There is no mask here, so all inputs must be finite everywhere. `aggregate` masks the result.
 
     Args: logp, ref_logp, old_logp (B, T), the last one for "unbiased" only. Returns: (B, T). Raises: ValueError for an
     unknown kind.

@@ -34,7 +34,7 @@ def all_pairs(scores: Tensor, margin: float) -> Tensor:
     """
     check_shapes(scores, dims=2)
     G = scores.shape[1]
-    wins = scores[:, :, None] - scores[:, None, :] > margin  # (P, G, G); false where one is NaN
+    wins = scores[:, :, None] - scores[:, None, :] > margin  # (P, G, G), false where one is NaN
     prompt, chosen, rejected = wins.nonzero().unbind(1)
     return torch.stack([prompt * G + chosen, prompt * G + rejected], 1)
 

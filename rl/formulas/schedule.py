@@ -4,7 +4,7 @@ import math
 
 
 def lr_factor(kind: str, step: int, warmup_steps: int, total_steps: int) -> float:
-    """The factor of the learning rate in step `step`, counted from 0; all updates of a step share it.
+    """The factor of the learning rate in step `step`, counted from 0. All updates of a step share it.
 
     Linear warm-up, min(1, (step + 1) / max(1, warmup_steps)), so that no step has the learning rate 0. Then "constant"
     stays at 1, "linear" falls from 1 to 0 as 1 - p, and "cosine" as (1 + cos(pi * p)) / 2, with
