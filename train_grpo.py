@@ -56,7 +56,7 @@ from rl.sampling.responses import scores_of
 # engine sampled, with its temperature and top-p.
 #
 # Flags and metrics have the names of verl, a library for RL. It calls the policy the actor. Its names of scores and
-# advantages begin with critic/, although GRPO has no critic.
+# advantages begin with critic/, although GRPO has no critic. A type such as AtLeast1 limits what a flag may be.
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def main(args: Args) -> dict[str, float]:
                 pg_loss = torch.maximum(unclipped, clipped)
                 # Dual clip. Where A < 0, nothing else bounds the loss, and one token could outweigh all others.
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)
-                is_clipped = (pg_loss != unclipped).float()
+                is_clipped = (pg_loss != unclipped).float()  # by any of the three bounds
                 # All weights are 1 unless a flag such as --rollout-is corrects for the engine's different log-probs.
                 weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
@@ -200,6 +200,7 @@ def main(args: Args) -> dict[str, float]:
                     loss = loss + args.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": (kl * mask).sum() / num_tokens})
                 loss = (loss * mask).sum() / num_tokens
+                # Adds the gradients of the micro-batches, and behind the last one those of the ranks.
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": (pg_loss * mask).sum() / num_tokens})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})

@@ -16,9 +16,9 @@ from rl.flags import Needs, NotNegative, Positive
 class Correction:
     """The policy that sampled is not quite the one that learns. These flags correct for that."""
 
-    # Multiply the loss of a token by a truncated ratio of trainer to engine (TIS). None acts as none, except that
-    # --rollout-quantization and --partial-rollouts then ask for a choice. none multiplies by nothing, token by the
-    # ratio of the token, and sequence by that of its response.
+    # Multiply the loss of a token by a truncated ratio of trainer to engine (TIS). none does not do so, token takes the
+    # ratio of the token, and sequence takes that of its response. Without this flag it is none, but
+    # --rollout-quantization and --partial-rollouts then ask for a choice.
     rollout_is: Literal["none", "token", "sequence"] | None = None
     rollout_is_threshold: Annotated[Positive, Needs("rollout_is")] = 2.0  # A larger ratio counts as this.
     rollout_is_threshold_lower: Annotated[NotNegative, Needs("rollout_is")] = 0.0  # A smaller ratio counts as this.

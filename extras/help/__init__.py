@@ -6,10 +6,11 @@ from typing import Any
 TITLE = "These flags belong to this script. The boxes below have flags that scripts share."
 
 
-def boxed(cls: type) -> type:
+def boxed(cls: type) -> Any:
     """A class for tyro whose --help is that of the Args `cls`, with its own flags in a box "script options".
 
-    Without this they would stand beside -h, in a box without a description. Nothing is parsed with this class.
+    Without this they would stand beside -h, in a box without a description. A flag that may be None shows its other
+    values alone. Nothing is parsed with this class.
     """
     from tyro import conf
 
@@ -19,4 +20,4 @@ def boxed(cls: type) -> type:
     # tyro looks for the source of this class, with the comments of its flags, under its name in its module.
     place = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": TITLE}
     script = make_dataclass(cls.__name__, hidden, bases=(cls,), frozen=True, namespace=place)
-    return make_dataclass("Boxes", [("script", script, script()), *groups])
+    return conf.DisallowNone[make_dataclass("Boxes", [("script", script, script()), *groups])]

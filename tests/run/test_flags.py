@@ -542,6 +542,7 @@ def test_every_box_of_flags_has_a_sentence_as_its_title(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         arguments.parse(train_grpo.Args, "A description.")
     words = " ".join(capsys.readouterr().out.split())
+    assert "--fsdp-size INT" in words and "{None}" not in words
     for box, title in (("script", help_boxes.TITLE), ("data", type(train_grpo.Args().data).__doc__)):
         assert re.search(rf"{box} options -+ {re.escape(title)} ", words)
 
