@@ -361,11 +361,11 @@ FLAGS = {
     "rollout_n": 8,
     "lr": 1e-4,
     "activation_checkpointing": "none",
-    "test_freq": 10,
+    "test_freq": -1,  # no evaluation on held-out prompts
     "log_samples_freq": 1,
     "save_freq": 0,
 }
-first = train(f"{FOLDER}/first", quiet=False, total_training_steps=FIRST_STEPS, **FLAGS)
+first = train(f"{FOLDER}/first", quiet=False, total_training_steps=FIRST_STEPS, **FLAGS | {"test_freq": 5})
 
 # %% [markdown]
 # `reward` is the mean score of the step's 256 sampled responses. `held out` is the share of right answers to 512

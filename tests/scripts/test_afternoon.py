@@ -35,8 +35,8 @@ def test_the_cells_run_with_few_steps(short):
     found = outputs(short)
     said = next(x for x in found if x.startswith("scores ["))
     assert "mean 0.500, standard deviation 0.577" in said and "0.866" in said
-    steps = [line for x in found for line in x.splitlines() if line.startswith("step ")]
-    assert [line.split(" | ")[0] for line in steps[:3]] == ["step 1/2", "step 2/2", "step 2"]
+    lines = [line.split(" | ")[0] for x in found for line in x.splitlines() if line.startswith("step ")]
+    assert lines == ["step 60/60", "step 0", "step 1/2", "step 2/2", "step 2"]  # SFT, and GRPO with evaluations
     assert sum("<svg" in x for x in found) == 11
 
 
