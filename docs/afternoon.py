@@ -49,7 +49,7 @@ from rl.ranks import init_ranks, shutdown_ranks
 from rl.sampling.engines import make_engine
 from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import sample_groups
-from tools.afternoon import curve, curves, responses, script, train, visible
+from tools.afternoon import curve, curves, quiet, responses, script, train, visible
 
 torch.set_num_threads(1)
 
@@ -89,7 +89,8 @@ script(
 ranks = init_ranks()  # this process, which is the only one
 tokenizer = load_tokenizer(START)
 policy = AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32).eval()
-engine = make_engine(START, ranks, EngineFlags(engine="hf"), longest=72)
+with quiet():
+    engine = make_engine(START, ranks, EngineFlags(engine="hf"), longest=72)
 engine.update_weights(policy.named_parameters())
 
 rows = encode_prompts(tokenizer, read_rows([f"{DATA}/train.parquet"]))[:64]
@@ -101,8 +102,9 @@ len(samples)
 # A **reward function** gives each response a **score**. Here it is 1 if the last number behind `####` is right, and 0
 # otherwise. Nobody says which token was good or bad, and the score has no gradient.
 #
-# The four responses to a prompt are its **group**. From here on we look at one group alone, the first one in which
-# exactly two responses are right.
+# The four responses to a prompt are its **group**. From here on we look at one group alone, the first one that has
+# four different responses, of which two are right. In the saved outputs these are a wrong guess, correct work with an
+# ending that is not graded, a lucky guess, and correct work. GRPO sees nothing but the four scores.
 
 
 # %%
@@ -115,7 +117,8 @@ scores_of_groups = [
     [compute_score("", text_of(sample), row["reward_model"]["ground_truth"]) for sample in group]
     for row, group in zip(rows, groups)
 ]
-chosen = next(i for i, scores in enumerate(scores_of_groups) if sum(scores) == 2)
+is_clear = [sum(scores) == 2 and len({*map(text_of, group)}) == 4 for scores, group in zip(scores_of_groups, groups)]
+chosen = is_clear.index(True)
 row, group, scores = rows[chosen], groups[chosen], torch.tensor([scores_of_groups[chosen]])
 
 print("the prompt:", repr(tokenizer.decode(row["prompt_ids"])))
@@ -129,7 +132,7 @@ for sample, score in zip(group, scores[0]):
 # The model sees numbers. We put each prompt and its response into one row, and fill the shorter rows up at the end.
 # This gives a tensor with b = 4 rows and T columns. The **mask** is 1 for the tokens that the policy has sampled.
 # These include the token that ends the response (`■`). The mask is 0 for the prompt, which the policy has not chosen,
-# and for the padding, which means nothing. A line break is shown as `⏎`.
+# and for the padding, which means nothing. A line break is shown as `⏎`, and a space as `␣`.
 
 # %%
 batch = collate(group)  # `batch` has all tensors of this page
@@ -188,7 +191,8 @@ assert gap < 1e-4
 # results have the shape (b, T), so column t describes the token at position t. The numbers are the same.
 
 # %%
-large_policy = load_model(START, ranks)
+with quiet():
+    large_policy = load_model(START, ranks)
 with torch.no_grad():
     of_library, entropy = token_logprobs(large_policy, batch, sampling=sampling)  # both (b, T), 0 where the mask is 0
 assert torch.allclose(of_library[:, 1:], log_probs.detach() * mask[:, 1:], atol=1e-5)
@@ -266,8 +270,8 @@ assert torch.isclose(loss, -(A[:, 0] * M.sum(1)).sum() / M.sum(), atol=1e-6)
 # %% [markdown]
 # ## The gradient
 #
-# By the section on the ratio, the derivative of the loss with respect to the log-prob of a sampled token is -A_i / N,
-# where N is the number of all sampled tokens. For all other tokens it is 0. An optimizer goes against the gradient:
+# Let N be the number of all sampled tokens. By the section on the ratio, the derivative of the loss with respect to
+# the log-prob of a sampled token is -A_i / N. For all other tokens it is 0. An optimizer goes against the gradient:
 # it raises the log-probs of responses with a positive advantage, and lowers those of responses with a negative
 # advantage.
 
@@ -315,9 +319,10 @@ for i in range(4):
     print(f"                {own.min():.3f} to {own.max():.3f}")
 
 # %% [markdown]
-# Responses to the same prompt share weights and often tokens, so a response can become more likely although its own
-# advantage is negative. What must happen is that the advantages and the changes go together. The sum of A_i times the
-# change of the log-prob of response i is positive, because this is what the optimizer step maximizes.
+# Responses share weights and often their first tokens, so a response can move against its own advantage. In the saved
+# outputs this happens to response 2, which begins with `####` as response 0 does. But taken together, the changes go
+# with the advantages. The sum of A_i times the change of the log-prob of response i is positive, because this is what
+# the optimizer step maximizes.
 
 # %%
 change = ((after - log_probs.detach()) * M).sum(1)
@@ -327,9 +332,9 @@ assert (A[:, 0] * change).sum() > 0
 # %% [markdown]
 # ## The clip
 #
-# If we made further optimizer steps with the same responses, the ratios would move further away from 1. For a token
-# with a positive advantage the **clip** takes the gradient away as soon as its ratio is above 1.2, and for a token
-# with a negative advantage as soon as its ratio is below 0.8. It has been pushed far enough.
+# If we made further optimizer steps with the same responses, the ratios would move further away from 1. The **clip**
+# stops that. A token with a positive advantage has no gradient any more as soon as its ratio is above 1.2. A token
+# with a negative advantage has none as soon as its ratio is below 0.8. They have been pushed far enough.
 
 # %%
 print("advantage  ratio  -A ratio  -A clip(ratio)    loss  derivative with respect to the log-prob")
@@ -376,11 +381,15 @@ curves("mean score of the sampled responses", {"GRPO": curve(first, "critic/scor
 
 # %% [markdown]
 # The next picture shows responses to one prompt in the first step, with each token in the color of its advantage.
-# Green tokens are made more likely, and red ones less likely. All tokens of a response have the same color. The
-# responses that show their work and end with `####` beat the others.
+# Green tokens are made more likely, and red ones less likely. All tokens of a response have the same color. In this
+# group all four responses have done the work. Those that end with `####` beat those that end in another way, since
+# nobody grades those.
 
 # %%
 responses(first, 1)
+
+# %% [markdown]
+# And this is the last of the ten steps.
 
 # %%
 responses(first, FIRST_STEPS)
@@ -427,10 +436,10 @@ curves(
 )
 
 # %% [markdown]
-# With scores of 0 and 1 the baseline is hardly missed on this task. With 9 and 10 the model learns little or nothing,
-# although the scores say exactly the same. Every response is pushed up, right or wrong. The useful difference of 1 is
-# drowned by the noise of the common 9. With the baseline it makes no difference what is added to all scores, since
-# the mean takes it away. You can check that without any run:
+# With scores of 0 and 1 the baseline is hardly missed on this task. With 9 and 10 the model learns nothing, and even
+# gets worse, although these scores say exactly the same. Every response is pushed up, right or wrong. The useful
+# difference of 1 is drowned by the noise of the common 9. With the baseline it makes no difference what is added to
+# all scores, since the mean takes it away. You can check that without any run:
 
 # %%
 assert torch.allclose(group_advantages(scores + 9), group_advantages(scores), atol=1e-4)
@@ -454,7 +463,7 @@ curves(
 )
 
 # %% [markdown]
-# Ten times as much looks better at first, and then the score jitters and stays below that of the lower rate. Thirty
+# Ten times as much looks better at first, and then the score jitters and ends below that of the lower rate. Thirty
 # times as much destroys the model within a few steps. It cannot come back, because once no response is right, all
 # scores of a group are equal and all advantages are 0. Supervised training often recovers from a step that was too
 # large. Here the model makes its own training data, so bad weights make bad data.
@@ -462,9 +471,8 @@ curves(
 # ## A reward that can be hacked
 #
 # Suppose that we forget to check the answer, and give a point for the form alone: the response has to end with `####`
-# and a digit. Models that show their work are better, and they write `####` too, so it seems harmless. The reward
-# function also reports under `acc` whether the answer was right. This number is only logged, and nothing learns from
-# it.
+# and a digit. Every right response has this form, so the reward looks harmless. The reward function also reports
+# under `acc` whether the answer was right. This number is only logged, and nothing learns from it.
 
 # %%
 Path(f"{FOLDER}/form.py").write_text('''"""A point for the form of a response."""
@@ -494,8 +502,9 @@ responses(hacked, STEPS)
 
 # %% [markdown]
 # The score goes to 1, and everything looks fine. But the model has found the cheapest way to earn its point, which is
-# to write `####` and a digit. It is called **reward hacking**: the policy optimizes what the function says, and not
-# what its author meant. Read responses in every run. No curve of the score can show this.
+# to write `####` and a digit. This is called **reward hacking**: the policy optimizes what the function says, and not
+# what its author meant. In the picture no token has a color if all responses have the score 1, because then all
+# advantages are 0. Read responses in every run, since no curve of the score can show this.
 #
 # # 4. Exercises
 #
@@ -565,7 +574,7 @@ curves("tokens per response", {"no price": curve(base, LENGTH)} | {k: curve(run,
 # Counted in steps, many updates learn faster at first. After the first update the responses are no longer samples of
 # the policy that learns. The ratio corrects for that only as long as it is near 1. Without the clip the later updates
 # push on with tokens whose ratio is already large, and the policy is destroyed. With the clip it gets by, but eight
-# updates at this rate are too many even so.
+# updates at this rate are too many even so. These two runs have 15 steps.
 
 # %%
 many = {"ppo_epochs": 8, "lr": 3e-4, "total_training_steps": min(STEPS, 15)}

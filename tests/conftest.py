@@ -28,6 +28,7 @@ LONGEST = (
     "test_checkpoint",
     "test_sampler_faults",
     "test_sandbox",
+    "test_afternoon",
     "test_scoring",
     "test_processes",
     "test_run_faults",

@@ -2,6 +2,7 @@
 
     python tools/afternoon.py                                # runs all cells, and writes docs/afternoon.ipynb
     python tools/afternoon.py --short --out afternoon.ipynb  # with fewer steps, which is for tests
+    python tools/afternoon.py --keep-outputs                 # after a change of the text alone
 
 docs/afternoon.py has the cells as plain Python. A line `# %%` begins a cell of code. A line `# %% [markdown]` begins a
 cell of text, whose lines are comments. All cells run in this process, one after the other, and the notebook keeps what
@@ -47,6 +48,8 @@ class Args:
     """The cells write data, models and runs into this folder."""
     short: bool = False
     """Run fewer steps. The notebook then takes less than a minute, and its curves show nothing."""
+    keep_outputs: bool = False
+    """Run nothing, and take the outputs from the notebook that is there. This is for changes of the text alone."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,6 +63,11 @@ class Picture(NamedTuple):
 
     def _repr_svg_(self) -> str:
         return self.svg
+
+
+def quiet() -> contextlib.redirect_stdout:
+    """Drop what is printed inside `with quiet():`."""
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def script(command: str) -> None:
@@ -112,7 +120,7 @@ def curves(title: str, lines: Mapping[str, Points]) -> Picture:
     width, height, left, right, top, bottom = 640, 260, 48, 12, 30, 34
     every = [point for points in lines.values() for point in points]
     last, low, high = max(x for x, _ in every), min(0.0, *(y for _, y in every)), max(y for _, y in every)
-    high = high if high > low else low + 1
+    high = high if high > 1 else 1.0  # most metrics here are shares
     right_of_plot = width - right
 
     def x_of(step: float) -> float:
@@ -171,8 +179,8 @@ def question_of(line: Mapping[str, Any]) -> str:
 
 
 def visible(token: str) -> str:
-    """The text of a token with a sign for a line break, and another one for the end of the response."""
-    return token.replace("\n", "⏎").replace("<|im_end|>", "■")
+    """The text of a token, with signs for a line break, a space, and the end of the response."""
+    return token.replace("\n", "⏎").replace(" ", "␣").replace("<|im_end|>", "■")
 
 
 def drawing(width: int, height: int, parts: Sequence[str]) -> Picture:
@@ -230,15 +238,19 @@ def lines_of(text: str) -> list[str]:
     return text.splitlines(keepends=True)
 
 
-def notebook(source: str) -> dict[str, Any]:
-    """Run the cells of a source, and return the notebook, in version 4.5 of the format."""
+def notebook(source: str, known: Mapping[str, list[dict[str, Any]]] | None = None) -> dict[str, Any]:
+    """Run the cells of a source, and return the notebook, in version 4.5 of the format.
+
+    Args: known, the outputs of each cell of code by its text, which is then not run.
+    """
     names: dict[str, Any] = {"__name__": "__main__"}
     cells, count = [], 0
     for number, cell in enumerate(cells_of(source), 1):
         made = {"cell_type": cell.kind, "id": f"cell-{number}", "metadata": {}, "source": lines_of(cell.text)}
         if cell.kind == "code":
             count, start = count + 1, time.perf_counter()
-            made |= {"execution_count": count, "outputs": run_cell(cell, names)}
+            made |= {"execution_count": count}
+            made["outputs"] = run_cell(cell, names) if known is None else known[cell.text]
             print(f"cell {number}, line {cell.line}: {time.perf_counter() - start:.1f} s", flush=True)
         cells.append(made)
     language = {"name": "python", "file_extension": ".py", "mimetype": "text/x-python"}
@@ -249,6 +261,15 @@ def notebook(source: str) -> dict[str, Any]:
         "nbformat": 4,
         "nbformat_minor": 5,
     }
+
+
+def outputs_of(path: Path, cells: Sequence[Cell]) -> dict[str, list[dict[str, Any]]]:
+    """The outputs of the cells of code in a notebook, by their text. Raises ValueError if it lacks one of `cells`."""
+    made = json.loads(path.read_text())["cells"]
+    outputs = {"".join(cell["source"]): cell["outputs"] for cell in made if cell["cell_type"] == "code"}
+    if changed := [cell.line for cell in cells if cell.kind == "code" and cell.text not in outputs]:
+        raise ValueError(f"--keep-outputs, but the cell at line {changed[0]} of {SOURCE} has changed; leave it out")
+    return outputs
 
 
 def source_of(args: Args) -> str:
@@ -267,7 +288,8 @@ def main(args: Args) -> Path:
     if args.short and args.out == Args.out:
         raise ValueError(f"--short makes no notebook for {args.out}; give another file to --out")
     start = time.perf_counter()
-    made = notebook(source_of(args))
+    source = source_of(args)
+    made = notebook(source, outputs_of(args.out, cells_of(source)) if args.keep_outputs else None)
     args.out.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n")
     print(f"{args.out}: {len(made['cells'])} cells in {time.perf_counter() - start:.0f} s")
     return args.out

@@ -7,7 +7,7 @@ import os
 from importlib.util import find_spec
 from typing import Any, Literal
 
-HAS_VLLM = find_spec("vllm") is not None
+HAS_VLLM = getattr(find_spec("vllm"), "origin", None) is not None  # any folder that is called vllm has a spec as well
 DEFAULT: Literal["vllm", "hf"] = "vllm" if HAS_VLLM else "hf"  # of --engine
 
 

@@ -2,10 +2,12 @@
 
 import json
 import re
+from dataclasses import replace
 
 import launch
 import pytest
 from launch import ROOT
+from test_docs import long_sentences
 
 from tools import afternoon
 
@@ -37,7 +39,7 @@ def test_the_cells_run_with_few_steps(short):
     assert "mean 0.500, standard deviation 0.577" in said and "0.866" in said
     lines = [line.split(" | ")[0] for x in found for line in x.splitlines() if line.startswith("step ")]
     assert lines == ["step 60/60", "step 0", "step 1/2", "step 2/2", "step 2"]  # SFT, and GRPO with evaluations
-    assert sum("<svg" in x for x in found) == 11
+    assert sum("<svg" in x for x in found) == 12
 
 
 def test_the_notebook_is_made_of_its_source():
@@ -53,7 +55,7 @@ def test_the_notebook_is_made_of_its_source():
 
 def test_the_saved_outputs_are_those_of_the_whole_notebook():
     found = outputs(NOTEBOOK)
-    assert any(x.startswith("step  1/10 | ") for x in found) and sum("<svg" in x for x in found) == 11
+    assert any(x.startswith("step  1/10 | ") for x in found) and sum("<svg" in x for x in found) == 12
     assert not [x for x in found if str(ROOT) in x], "a path of the machine that ran it"
     assert len(NOTEBOOK.read_bytes()) < 300_000
 
@@ -75,6 +77,30 @@ def test_the_whole_notebook_runs_and_shows_what_its_text_says(tmp_path):
     assert last("no_division") > 0.75 and last("pairs") > 0.75
     assert last("price_1", right) > 0.7 and last("price_6", right) < 0.3
     assert last("many_updates_no_clip") < last("many_updates")
+
+
+def test_the_text_has_no_long_sentence_and_no_dead_link():
+    texts = [x.text for x in afternoon.cells_of(afternoon.SOURCE.read_text()) if x.kind == "markdown"]
+    assert [sentence for text in texts for sentence in long_sentences(text)] == []
+    links = re.findall(r"\]\(([^)]+)\)", "\n".join(texts))
+    assert len(links) > 3 and all((ROOT / "docs" / link).is_file() for link in links)
+
+
+def test_outputs_are_kept_only_if_no_code_has_changed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # `main` goes to the folder of the repository
+    source = tmp_path / "cells.py"
+    monkeypatch.setattr(afternoon, "SOURCE", source)
+    monkeypatch.setattr(afternoon, "source_of", lambda args: source.read_text())
+    args = afternoon.Args(out=tmp_path / "made.ipynb")
+    source.write_text("# %% [markdown]\n# old\n\n# %%\nprint(1)\n")
+    afternoon.main(args)
+    source.write_text("# %% [markdown]\n# new\n\n# %%\nprint(1)\n")
+    afternoon.main(replace(args, keep_outputs=True))
+    made = json.loads(args.out.read_text())["cells"]
+    assert made[0]["source"] == ["new"] and outputs(args.out) == ["1\n"]
+    source.write_text("# %%\nprint(2)\n")
+    with pytest.raises(ValueError, match="--keep-outputs, but the cell at line 2 of .* has changed; leave it out"):
+        afternoon.main(replace(args, keep_outputs=True))
 
 
 def test_cells_are_read_as_they_are_written():

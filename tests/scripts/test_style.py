@@ -470,6 +470,7 @@ def files() -> list[Path]:
     folders = "rl extras tools examples rewards environments data benchmarks tests".split()
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     paths += [*ROOT.glob("*.py"), *ROOT.glob("*.md"), *ROOT.glob("*.toml"), *(ROOT / "docs").rglob("*.md")]
+    paths += (ROOT / "docs").glob("*.py")
     return sorted(path for path in paths if path.suffix in (".py", ".md", ".toml"))
 
 
