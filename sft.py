@@ -8,7 +8,7 @@ Rows have `prompt` and `response`, or `messages`. With logp_t the log-probabilit
     loss   L = sum of -logp_t over the learned tokens of the batch / their number       response or assistant tokens
 
 Both count the batch on all ranks, so the loss depends neither on packing nor on the number of GPUs. A step of SFT is a
-policy-gradient step on given responses whose advantages are all one: model, packing and sharding are those of
+policy-gradient step on given responses whose advantages are all one. Model, packing and sharding are those of
 train_grpo.py.
 
 A step has B rows, and a micro-batch has b of them. Tensors of tokens are (b, T). They are shifted already, so position
@@ -61,8 +61,8 @@ class Args(Supervised):  # and the groups of flags in rl/run/supervised.py: LoRA
 
 
 def count_learned(batch: Batch) -> float:
-    """How many tokens of a batch (B, T) the loss counts. The first token of a row is left out, whatever its mask is:
-    there are no tokens before it, so it has no log-prob.
+    """How many tokens of a batch (B, T) the loss counts. The first token of a row is left out, whatever its mask is.
+    There are no tokens before it, so it has no log-prob.
     """
     return batch.response_mask[:, 1:].sum().item()
 

@@ -123,7 +123,7 @@ def main(args: Args) -> dict[str, float]:
         optimizer.param_groups[0]["lr"] = lr
         means = Means(ranks)
         for micro_rows in run.micro_batches(update):
-            micro = take_rows(batch, micro_rows, ranks.device)  # (2b, t): cut to their longest row
+            micro = take_rows(batch, micro_rows, ranks.device)  # (2b, t), as long as the longest of these rows
             # A rank that has run out of pairs runs an empty row, whose score counts nothing.
             scores = sequence_scores(model, micro)[: len(micro_rows)]
             chosen, rejected = scores.view(-1, 2).unbind(1)  # (b,) each

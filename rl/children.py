@@ -31,7 +31,7 @@ def start_worker(function: str, theirs: socket.socket) -> subprocess.Popen:
 
 
 def end_worker(process: subprocess.Popen) -> None:
-    """End a worker and all that it has started: its guard kills these, see `scoring.guard.begin_worker`."""
+    """End a worker and all that it has started. Its guard kills these, see `scoring.guard.begin_worker`."""
     process.terminate()
     process.send_signal(signal.SIGCONT)  # a user's function may have stopped the guard
     process.wait()

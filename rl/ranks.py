@@ -22,7 +22,7 @@ class Ranks:
     """This process among its peers.
 
     `rank` and `size` count the processes, as torchrun does. `data_rank` and `data_size` count those that work on
-    different data: today all of them do. Ranks that share a sequence or a layer would have one `data_rank`.
+    different data. Today all of them do. Ranks that share a sequence or a layer would have one `data_rank`.
     """
 
     rank: int
@@ -81,7 +81,7 @@ class Ranks:
     def mean(self, x: torch.Tensor, mask: torch.Tensor) -> float:
         """Mean of the entries of x with mask 1 on all data ranks, which must enter, or 0 if there are none.
 
-        Sums are taken in float64: equal float32 values have exactly their value as mean.
+        Sums are taken in float64, so equal float32 values have exactly their value as mean.
         """
         total, count = self.all_reduce_sum(torch.stack([x[mask > 0].double().sum(), (mask > 0).sum()])).tolist()
         return total / max(count, 1)
@@ -110,7 +110,7 @@ class Ranks:
 
 
 def die_with_launcher() -> None:
-    """Under torchrun, end this process when it ends: a rank left behind would hold the GPU's memory forever."""
+    """Under torchrun, end this process when it ends, since a rank left behind would hold the GPU's memory forever."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
 

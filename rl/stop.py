@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SAME_REQUEST_S = 1.0  # launchers and schedulers may both pass on one request: signals this close together are one
+SAME_REQUEST_S = 1.0  # launchers and schedulers may both pass on one request, so signals this close together are one
 LOOK_EVERY_S = 0.5  # seconds between two looks at whether another rank was asked
 KEY = "asked to stop"  # in the store of the process group, set by the first rank that was
 
@@ -34,7 +34,7 @@ class _State:
 
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # restores what was before `start`
     asked_at: float = math.inf  # when the first signal came, or when --max-hours end, on the monotonic clock
-    known: bool = False  # that some rank was asked: once true, it stays so
+    known: bool = False  # that some rank was asked. Once true, it stays so.
     looked_at: float = -math.inf  # when this rank last looked into the store
     leave: tuple[Callable[[], object], ...] = ()  # what `exit_if_asked` calls before it ends the process
     held: bool = False  # whether leaving has to wait for the next `arm`
@@ -54,7 +54,7 @@ def start(max_hours: float | None = None) -> None:
 
 
 def end() -> None:
-    """Take no more requests: signals do again what they did before `start`."""
+    """Take no more requests. Signals do again what they did before `start`."""
     global _state
     old, _state = _state, _State()
     old.undo.close()
@@ -63,7 +63,7 @@ def end() -> None:
 def arm(*leave: Callable[[], object]) -> None:
     """What `exit_if_asked` calls, in this order, before it ends the process. All ranks will call it together.
 
-    Python runs signal handlers in the main thread only, and not while that waits in a collective. So a thread listens:
+    Python runs signal handlers in the main thread only, and not while that waits in a collective. So a thread listens
     to a pipe, into which the interpreter writes the number of every signal that has a handler.
     """
     if not is_armed():
@@ -95,7 +95,9 @@ def is_armed() -> bool:
 
 
 def ask(exit_code: int) -> None:
-    """Ask this process, and so all ranks, to stop, as a signal does: for a run that cannot go on, but can be saved."""
+    """Ask this process, and so all ranks, to stop, as a signal does. This is for a run that cannot go on, but can be
+    saved.
+    """
     _state.asked_at, _state.exit_code = min(_state.asked_at, time.monotonic()), exit_code
 
 
@@ -122,7 +124,7 @@ def requested(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def hold() -> None:
-    """Let no `exit_if_asked` end the process until the next `arm`: what that would save is about to change."""
+    """Let no `exit_if_asked` end the process until the next `arm`, since what that would save is about to change."""
     _state.held = True
 
 

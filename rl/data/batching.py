@@ -31,8 +31,8 @@ def collate(
 ) -> Batch:
     """Samples -> right-padded Batch on the host: (b, T) with T the longest prompt + response, or `width`.
 
-    response_mask marks sampled tokens by position, never by id, so that `pad_id == eos_id` changes nothing:
-    the EOS a policy sampled is trained on, the padding after it is not.
+    response_mask marks sampled tokens by position, never by id, so that `pad_id == eos_id` changes nothing.
+    The EOS that a policy sampled is trained on, and the padding after it is not.
 
     Args: rows, the place of each sample among those of the step, ascending; by default the samples are the whole step.
     `share` is computed as if these samples were one update; `make_batch` replaces it by the right one.
@@ -136,7 +136,8 @@ def plan_update(
     micros, tokens = cut(limit)
     largest_first = [micros[k] for k in sorted(range(len(micros)), key=lambda k: -tokens[k])]
     micro_batches = largest_first[rank::size]
-    micro_batches += [[] for _ in range(count - len(micro_batches))]  # different objects: scripts ask which is the last
+    # These are different objects, since scripts ask which one is the last.
+    micro_batches += [[] for _ in range(count - len(micro_batches))]
     rows_of_rank = [sorted(itertools.chain(*largest_first[other::size])) for other in range(size)]
     num_tokens, num_seqs = sum(learned[i] for i in rows), sum(learned[i] > 0 for i in rows)
     return Update(rows, micro_batches, float(num_tokens), float(num_seqs), rows_of_rank)

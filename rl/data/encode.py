@@ -48,13 +48,13 @@ def encode_prompts(
     filter_overlong_prompts: bool = False,
     text_of: Callable[..., str] | None = None,
 ) -> Lazy[Row]:
-    """Rows with `prompt_ids` added: the token ids that the policy sees before its first token.
+    """Rows with `prompt_ids` added, which are the token ids that the policy sees before its first token.
 
     A message list goes through the tokenizer's chat template, with the row's `tools` and the generation prompt. The
     template's text holds its own special tokens, so none are added. If it ends with a message of the assistant, the
     policy continues that message. A string gets the tokens that the tokenizer puts in front of a text, such as BOS. It
     does not get them if its own first token, apart from white space, is already one of them. No tokens are added at its
-    end. Images and the like have token ids of their own: see attachments.py.
+    end. Images and the like have token ids of their own, see attachments.py.
 
     Args: max_prompt_length, in tokens; filter_overlong_prompts, whether rows over this limit are dropped; text_of, what
     makes a text of a prompt, by default `prompt_text`. Raises ValueError without a chat template, and for messages that

@@ -1,4 +1,4 @@
-"""The rows of a step, and its seeds: pure functions of (seed, step), so no loader's state must be saved."""
+"""The rows of a step, and its seeds. They depend only on (seed, step), so no loader's state must be saved."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from rl.data.types import Row
 
 
 def prompts_for_step(rows: Sequence[Row], step: int, n: int, seed: int) -> list[Row]:
-    """The `n` rows that training step `step` (from 0) uses: a pure function of (seed, step).
+    """The `n` rows that training step `step` (from 0) uses. They depend only on the seed and the step.
 
     An epoch is len(rows) // n steps. It shuffles the rows anew and leaves the last len(rows) % n of them out, as verl's
     drop_last. With 10 rows and n = 4, steps 0 and 1 are epoch 0, and steps 2 and 3 are epoch 1. `Files.count_steps`

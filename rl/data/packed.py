@@ -1,4 +1,4 @@
-"""Sequences whose items are made when they are asked for: a million rows as Python objects would take several GB.
+"""Sequences whose items are made when they are asked for, since a million rows as Python objects would take several GB.
 
 packed = Packed()                               items that are compressed in memory
 packed.append(row)

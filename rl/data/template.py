@@ -43,7 +43,7 @@ def load_tokenizer(
 def stop_token_ids(model: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Every id that ends a response: the end-of-sequence ids of the tokenizer, the config and the generation config.
 
-    They often differ: one ends the turns of an instruction-tuned model, another the documents of its base model.
+    They often differ. One ends the turns of an instruction-tuned model, another the documents of its base model.
     """
     config = AutoConfig.from_pretrained(model)  # one with another in it may have no such id, but the other has
     ends = [tokenizer.eos_token_id, *(getattr(x, "eos_token_id", None) for x in (config, config.get_text_config()))]

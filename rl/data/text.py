@@ -1,8 +1,8 @@
 """Rows become text, and no text of a row is lost.
 
-A chat template may drop what it gets: earlier thoughts, the system message, a description of a tool. `write` finds out,
-without knowing what a template does to a text (it may escape it, or write a schema as a TypeScript type). It renders
-the row again with a marker behind each word, and each marker has to be in the result.
+A chat template may drop what it gets, such as earlier thoughts, the system message, or a description of a tool. `write`
+finds out, without knowing what a template does to a text (it may escape it, or write a schema as a TypeScript type). It
+renders the row again with a marker behind each word, and each marker has to be in the result.
 
 That would double the cost of every row. But rows of the same shape, which means with the same roles, fields and
 numbers, mostly differ in nothing but their texts. A row whose texts all stand in what the template wrote has lost
@@ -202,9 +202,9 @@ def forms(text: str) -> Iterator[str]:
 def _dropped(text: str, drawn: Drawn) -> int | None:
     """The number of the first text without which the template would have written the same `text`, or None without one.
 
-    A marker behind each word has to be in what the template writes. If one is not, words are marked alone: the template
-    may only have looked them up, such as the name of a tool that is called. The first, the middle and the last word
-    without its marker are tried, for a template that cuts texts at a length, which markers change.
+    A marker behind each word has to be in what the template writes. If one is not, words are marked alone, since the
+    template may only have looked them up, such as the name of a tool that is called. The first, the middle and the last
+    word without its marker are tried, for a template that cuts texts at a length, which markers change.
 
     A template may also leave out texts that equal each other, or something else. Then it writes more of a text that is
     marked alone.

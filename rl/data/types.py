@@ -5,7 +5,7 @@ A sample is the finished response with its score. In a conversation it has the t
 has the samples that one rank trains on, as tensors.
 
 Axes: P prompts of a step, G responses per prompt, B = P * G sequences of the step, b of them on this rank, T tokens
-(prompt + response, right-padded), V vocabulary. Every per-token tensor of a Batch is (b, T) and aligned: position t
+(prompt + response, right-padded), V vocabulary. Every per-token tensor of a Batch is (b, T) and aligned. Position t
 describes token t given the tokens before it.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-Row = dict[str, Any]  # a row of the data, by column: `rl.data.rows.read_rows` lists the columns
+Row = dict[str, Any]  # a row of the data, by column. `rl.data.rows.read_rows` lists the columns.
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Request(NamedTuple):
 
     key: Any  # names the response among those of one rank, and comes back with it. It can be hashed.
     prompt_ids: Sequence[int]  # token ids. Ids beyond the vocabulary are places of what is not text.
-    sampling: Sampling  # for this response: `max_tokens` and stop tokens are its own, and `n` is ignored
+    sampling: Sampling  # for this response. `max_tokens` and stop tokens are its own, and `n` is ignored.
     seed: int | None = None  # of this response alone. With None it is drawn from the global generators.
 
 
@@ -74,7 +74,7 @@ class Completion:
 
 class Outcome(NamedTuple):
     """What the policy's partner reports about a complete response, as JSON. The partner is whatever answers the policy
-    in the middle of a response, such as an environment or tools: see `rl.sampling.loop.Partner`.
+    in the middle of a response, such as an environment or tools. See `rl.sampling.loop.Partner`.
     """
 
     facts: dict[str, Any]  # what every rank gets, for metrics and advantages
@@ -152,7 +152,7 @@ class Sample:
         return record | (self.outcome.record if self.outcome else {})
 
     def without_tokens(self) -> "Sample":
-        """The sample as the ranks know it that do not have its tokens: the fields of `tokens` are empty."""
+        """The sample as the ranks know it that do not have its tokens. The fields of `tokens` are empty."""
         return replace(self, **dict.fromkeys(self.tokens()) | {"columns": {}})
 
     def without_texts(self) -> "Sample":
@@ -201,7 +201,7 @@ def take_rows(batch: Batch, rows: Sequence[int], device: torch.device | str | No
     """Rows of a batch, cut to their longest sequence and moved to `device`: (b, T') tensors.
 
     Args: rows, by their numbers in `batch.rows`, in any order. No rows give one empty row of two tokens with a zero
-    mask: a rank that has run out of work uses it to take part in the collectives of the forward and backward pass.
+    mask. A rank that has run out of work uses it to take part in the collectives of the forward and backward pass.
     """
     if not len(rows):
         empty = batch.map(lambda _, x: x.new_zeros((1, 2, *x.shape[2:])[: x.ndim]).to(device))

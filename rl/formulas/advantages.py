@@ -7,7 +7,7 @@ The estimators from `grpo` to `reinforce_plus_plus_baseline` have one signature,
 
     advantages (P, G) = f(rewards (P, G), lengths (P, G), ...)
 
-NaN in `rewards` marks a response that could not be scored: it leaves the statistics of its group and of the batch, and
+NaN in `rewards` marks a response that could not be scored. It leaves the statistics of its group and of the batch, and
 its advantage is exactly 0. The only scored response of a group has nothing to compare with, so its baseline is 0.
 `lengths` is the number of policy tokens >= 0. What only one estimator needs comes by name, and `**_` takes it in the
 others.
@@ -88,8 +88,8 @@ def grpo_batch(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: obje
     """Reward against the mean of its group, in units of the standard deviation of the whole step.
 
     A_i = (r_i - mean_g) / (std + eps), std unbiased over all scored rewards of the step. std is 1 if they are equal or
-    fewer than two. One scale for all groups: one with little spread is not blown up, as in `grpo`. `rewards` must hold
-    every group of the step. Example: rewards [[1, 0], [0, 0]] -> std 0.5 -> [[1, -1], [0, 0]].
+    fewer than two. There is one scale for all groups, so one with little spread is not blown up, as in `grpo`.
+    `rewards` must hold every group of the step. Example: rewards [[1, 0], [0, 0]] -> std 0.5 -> [[1, -1], [0, 0]].
 
     Source: Tricks or Traps? A Deep Dive into RL for LLM Reasoning (Lite PPO), arXiv 2508.08221.
     """
@@ -210,7 +210,7 @@ def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor, **_: object) 
 def returns_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
     """Discounted sum of the rewards from each sampled token on.
 
-    R_t = r_t + gamma * R_{t+1}, where t + 1 is the next token with mask 1: the running return passes a masked token
+    R_t = r_t + gamma * R_{t+1}, where t + 1 is the next token with mask 1. The running return passes a masked token
     undiscounted, and a reward that stands there does not count.
     Example: gamma = 0.5, mask [1, 0, 1], r [0, 9, 1] -> [0.5, 0, 1].
 

@@ -25,7 +25,7 @@ def with_rest(logps: Tensor) -> Tensor:
 
 
 def forward_kl(student: Tensor, teacher: Tensor, *, beta: float = 0.0) -> Tensor:
-    """KL(teacher || student) = sum_k p_T (log p_T - log p_S): the student has to cover all that the teacher does.
+    """KL(teacher || student) = sum_k p_T (log p_T - log p_S). The student has to cover all that the teacher does.
 
     Source: On-Policy Distillation of Language Models (GKD), sec. 2, arXiv 2306.13649; on the top K, verl's
     forward_kl_topk, which leaves the rest out.
@@ -35,7 +35,7 @@ def forward_kl(student: Tensor, teacher: Tensor, *, beta: float = 0.0) -> Tensor
 
 
 def reverse_kl(student: Tensor, teacher: Tensor, *, beta: float = 0.0) -> Tensor:
-    """KL(student || teacher) = sum_k p_S (log p_S - log p_T): the student has to stay where the teacher is.
+    """KL(student || teacher) = sum_k p_S (log p_S - log p_T). The student has to stay where the teacher is.
 
     Source: MiniLLM, eq. 1, arXiv 2306.08543; GKD, sec. 2, arXiv 2306.13649.
     """

@@ -8,7 +8,7 @@ The policy losses share one signature and one result, so that a script can pick 
 
     loss, clipped = f(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, ...)
 
-Args: the tensors logp, old_logp, advantages and mask are (B, T). Everything else is passed by name: a loss names what
+Args: the tensors logp, old_logp, advantages and mask are (B, T). Everything else is passed by name. A loss names what
 it needs, and `**_` takes the rest.
 Returns: loss (B, T), to be minimized, 0 where mask is 0; clipped (B, T), 1.0 where the clip decides the loss, without
 gradient. Gradients flow through logp only. In the formulas delta = logp - old_logp, ratio = exp(delta), and sg(x) is x
@@ -156,7 +156,7 @@ def _weighted_gradient(
 
 
 def cispo(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, **_) -> Loss:
-    """Policy gradient under a clipped importance weight: every token keeps a gradient, only its weight is bounded.
+    """Policy gradient under a clipped importance weight. Every token keeps a gradient, and only its weight is bounded.
 
     -sg(clip(ratio, 1 - low, 1 + high)) * A * logp, |delta| <= 20. clipped is 1 where the weight was changed.
 
@@ -170,7 +170,7 @@ def cispo(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, 
 
 
 def sapo(logp, old_logp, advantages, mask, *, tau_pos=1.0, tau_neg=1.05, **_) -> Loss:
-    """Soft gate instead of a clip: the gradient fades smoothly as the ratio leaves 1.
+    """Soft gate instead of a clip. The gradient fades smoothly as the ratio leaves 1.
 
     -A * sigmoid(tau * (ratio - 1)) * 4 / tau, tau = tau_pos where A > 0, else tau_neg. |delta| <= 20. The factor
     4 / tau makes the slope 1 at ratio 1. Nothing is clipped. Aggregate by seq-mean-token-mean to match

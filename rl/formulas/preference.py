@@ -14,7 +14,7 @@ from rl.formulas.shared import check_shapes
 
 
 def best_against_worst(scores: Tensor, margin: float) -> Tensor:
-    """One pair a prompt: its best response against its worst, if their scores differ by more than `margin`.
+    """One pair per prompt, its best response against its worst, if their scores differ by more than `margin`.
 
     Of equal scores the first counts. Example: scores [[1, 0, 1, 0]], margin 0 -> [[0, 1]].
 
@@ -42,8 +42,8 @@ def all_pairs(scores: Tensor, margin: float) -> Tensor:
 def first_against_all(scores: Tensor, margin: float) -> Tensor:
     """The first response to a prompt, which is the reference solution, against every other: self-play.
 
-    Scores and `margin` are not used: the policy shall become like the solution, however its responses score. So there
-    are P * (G - 1) pairs.
+    Scores and `margin` are not used, since the policy shall become like the solution, however its responses score. So
+    there are P * (G - 1) pairs.
 
     Source: Self-Play Fine-Tuning (SPIN), alg. 1, arXiv 2401.01335.
     """

@@ -11,7 +11,7 @@ Sliding windows are those of the layer. A model with another attention, such as 
 refused here, and then runs padded (`self_test.choose_forward`).
 
 The tokens that a sequence shares with the one before it stand in the packed row once. Only its other tokens, the last
-ones, are queries, but they see the keys and values of all: the kernel aligns the last query with the last key.
+ones, are queries, but they see the keys and values of all. The kernel aligns the last query with the last key.
 """
 
 from inspect import signature

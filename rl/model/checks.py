@@ -83,7 +83,7 @@ def read_model(
 
 @contextlib.contextmanager
 def _precision_of_files() -> Iterator[None]:
-    """Let transformers read weights without casting them: float32 copies of bfloat16 files would fill the host."""
+    """Let transformers read weights without casting them. float32 copies of bfloat16 files would fill the host."""
     original = core_model_loading._materialize_copy
     core_model_loading._materialize_copy = lambda tensor, device=None, dtype=None: original(tensor, device)
     try:

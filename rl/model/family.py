@@ -33,7 +33,7 @@ class Family:
     runs_packed = True  # whether the model can run packed as a dense one does
 
     def begin_run(self, learning: Any, engine: Any) -> None:
-        """Note what the passes of a run have to do: by its flags about what learns, see `rl.model.roles.Learning`, and
+        """Note what the passes of a run have to do, by its flags about what learns, see `rl.model.roles.Learning`, and
         by the engine that samples for it, which is None if none does.
         """
 

@@ -1,6 +1,6 @@
 """Models of transformers: read, sharded over the ranks and tested, and their weights as engines and files know them.
 
-Every model is tested when it is loaded: do packed sequences give what its own forward gives for each of them alone?
+Every model is tested when it is loaded. Do packed sequences give what its own forward gives for each of them alone?
 """
 
 import contextlib
@@ -67,8 +67,8 @@ def load_model(
 def load_reference(
     path: str, ranks: Ranks, policy: PreTrainedModel, memory: Memory = DEFAULT_MEMORY, *, longest: int | None = None
 ) -> PreTrainedModel:
-    """The policy before training: a second, frozen model, unless a family of the policy knows how to do without. All
-    ranks must enter, before training. Raises ValueError as `load_model`.
+    """The policy before training. It is a second, frozen model, unless a family of the policy knows how to do without.
+    All ranks must enter, before training. Raises ValueError as `load_model`.
     """
     for family in policy.packed.families:
         if (reference := family.reference()) is not None:
@@ -86,7 +86,9 @@ def exported(model: PreTrainedModel, named_tensors: Iterable[tuple[str, Tensor]]
 
 
 def published(model: PreTrainedModel, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The same weights, under the names in the files that the model's authors published: transformers renames some."""
+    """The same weights, under the names in the files that the model's authors published, since transformers renames
+    some.
+    """
     for name, x in named_tensors:
         yield from revert_weight_conversion(model, {name: x}).items()
 

@@ -35,7 +35,7 @@ HEAD_CHUNK = 2048  # tokens whose (tokens, V) logits exist at a time: 2048 x 152
 
 @dataclass(frozen=True)
 class Packed:
-    """How a model runs on sequences: its attribute `packed`, from `add_packed_forward`."""
+    """How a model runs on sequences. It is the model's attribute `packed`, from `add_packed_forward`."""
 
     attention: str  # name of the attention function for packed sequences
     device: torch.device  # where it computes
@@ -137,7 +137,7 @@ def run_packed(model: PreTrainedModel, batch: Batch, wanted: Tensor, head: Calla
     passes, place = (model.packed.layout or pack)(batch, model)
     for family in model.packed.families:
         family.begin(batch, passes)
-    # `args` go in through a lambda: as arguments FSDP2 would round their floats, such as a teacher's log-probs, to the
+    # `args` go in through a lambda. As arguments, FSDP2 would round their floats, such as a teacher's log-probs, to the
     # compute precision.
     inputs = [x.inputs for x in passes]
     out = model.packed_forward(lambda module, hidden: head(module, hidden, *args), inputs, place[wanted])
@@ -196,7 +196,8 @@ def _forward(self, head, inputs, wanted):
 
 def in_chunks(head: Callable, *tensors: Tensor) -> tuple[Tensor, ...]:
     """What a head gives for tensors (R, ...), computed on at most HEAD_CHUNK rows at a time, since logits are large."""
-    count = math.ceil(len(tensors[0]) / HEAD_CHUNK)  # of equal size: a chunk of one token would be compiled for itself
+    # Chunks have about equal sizes, since one of a single token would be compiled for itself.
+    count = math.ceil(len(tensors[0]) / HEAD_CHUNK)
     results = [head(*parts) for parts in zip(*(x.tensor_split(count) for x in tensors), strict=True)]
     return tuple(torch.cat(x) for x in zip(*results, strict=True))
 

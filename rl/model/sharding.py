@@ -30,12 +30,12 @@ from rl.ranks import Ranks, wait_without_end
 # guards one fusion by its size. Only versions of torch that have the fusion know the option.
 UNGUARDED_FUSION = "triton.mix_order_reduction_non_strict_mode"
 COMPILE_OPTIONS: dict[str, Any] = {UNGUARDED_FUSION: True} if UNGUARDED_FUSION in torch._inductor.list_options() else {}
-# Checkpointed layers of all models are one function to torch: a graph for each kind of layer, with gradients and
-# without, trained or frozen. After eight graphs it would run whatever is new uncompiled.
+# Checkpointed layers of all models are one function to torch. There is a graph for each kind of layer, with gradients
+# and without, trained or frozen. After eight graphs it would run whatever is new uncompiled.
 torch._dynamo.config.recompile_limit = 64
 
-# Beginnings of the names of operations whose results "selective" keeps: matrix products and attention. A family of
-# models with such an operation of its own adds that.
+# Beginnings of the names of operations whose results "selective" keeps. They are matrix products and attention. A
+# family of models with such an operation of its own adds that.
 KEPT_OPERATIONS = {
     *("aten.mm", "aten.addmm", "aten._grouped_mm", "transformers.grouped_mm"),
     *("aten._scaled_dot_product", "torch_attn.", "flash_attn."),
@@ -71,8 +71,8 @@ def shard(model: PreTrainedModel, ranks: Ranks, memory: Memory = BARE) -> PreTra
     What learns gets master weights in float32 (those of a float64 model stay as they are), and gradients are reduced in
     it. What does not learn keeps its dtype. Compute runs in `ranks.dtype`, of a float64 model in float64. Each decoder
     layer is a unit. Embedding, final norm and LM head share the root unit, so tied weights stay one parameter. The
-    model is left in evaluation mode, which stops no gradient: no dropout or noise of any kind, so that log-probs are a
-    function of weights and tokens. Sources: ZeRO, arXiv 1910.02054. FSDP, arXiv 2304.11277.
+    model is left in evaluation mode, which stops no gradient. There is no dropout or noise of any kind, so that
+    log-probs are a function of weights and tokens. Sources: ZeRO, arXiv 1910.02054. FSDP, arXiv 2304.11277.
 
     activation_checkpointing "selective" keeps the results of matrix products and attention (Korthikanti et al. 2022,
     arXiv 2205.05198), "full" only those of whole layers (Chen et al. 2016, arXiv 1604.06174). fsdp_size: shard over so
@@ -136,14 +136,14 @@ def apply_fsdp(model: nn.Module, units: Sequence[nn.Module], ranks: Ranks, memor
                 _place(tensor, ranks)
                 placed |= unsharded & {tensor}
         # Layers get what the model itself gives them, such as angles in float32, which FSDP2 would round. Only the root
-        # casts its inputs: the pixels of images. (See also `logprobs.run_packed`.)
+        # casts its inputs, which are the pixels of images. (See also `logprobs.run_packed`.)
         casts = module is model
         fsdp.fully_shard(
             module,
             mesh=mesh,
             mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=casts),
             offload_policy=memory.home.policy if memory.home else fsdp.OffloadPolicy(),
-            # A shard of one is the whole: freed after the forward pass, the bf16 weights would only be made again.
+            # A shard of one is the whole. Freed after the forward pass, the bf16 weights would only be made again.
             reshard_after_forward=False if is_whole else None,
             ignored_params=unsharded,
         )
@@ -182,7 +182,8 @@ def _compile_for_all_lengths(forward: Callable) -> Callable:
     """A layer's forward compiled once for any number of tokens or borders, the second or only dimension of a tensor.
     `dynamic=True` would take the width of a head for variable too, and the rotary embedding would be slow.
 
-    Compiled code is kept in the home folder for the next start: torch's own folder is in /tmp, which a reboot empties.
+    Compiled code is kept in the home folder for the next start, since torch's own folder is in /tmp, which a reboot
+    empties.
     """
     home, chosen = os.path.expanduser("~"), os.environ.get(CODE_FOLDER)
     if chosen in (None, default_cache_dir()) and os.access(home, os.W_OK):  # not chosen by the user
@@ -243,7 +244,7 @@ def backward(model: PreTrainedModel, loss: Tensor, *, is_last: bool) -> None:
     if model.packed.is_whole:
         model.set_requires_gradient_sync(is_last)  # ranks exchange nothing before the last micro-batch
     else:
-        model.set_requires_all_reduce(is_last)  # within a copy they are summed every time: whole ones do not fit
+        model.set_requires_all_reduce(is_last)  # Within a copy they are summed every time, since whole ones do not fit.
     loss.backward()
 
 

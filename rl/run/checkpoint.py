@@ -9,7 +9,7 @@
     MANIFEST.json       versions of torch and transformers, size and sha256 of every other file; written last
 
 A thread copies the state to the host and writes the copy while training goes on. Only the next optimizer step waits
-for the copy. A checkpoint is written to a temporary folder, forced to disk and renamed: what has the final name was
+for the copy. A checkpoint is written to a temporary folder, forced to disk and renamed. What has the final name was
 complete, and the manifest tells whether it still is. Order of data and sampling seeds are functions of the step. What
 is loaded is tensors and JSON, never code. docs/reliability.md lists what can go wrong.
 """
@@ -77,7 +77,7 @@ class Saver:
         self.is_copied = threading.Event()  # whether the newest save needs its tensors no more
         self.is_copied.set()
         self.writer = ThreadPoolExecutor(1, "checkpoint")
-        # Of the writing threads: the main threads use the default group at the same time.
+        # Of the writing threads, since the main threads use the default group at the same time.
         # pyrefly: ignore[bad-assignment]  # this rank is in the group and so gets it
         self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=PATIENCE)
         folder.write_status("running", self.saved)
@@ -93,7 +93,7 @@ class Saver:
         `close` counts it, and raises RuntimeError on all ranks at the third in a row.
         """
         self.settle()
-        # All of this is taken here: while FSDP computes, a module holds other parameters than its own.
+        # All of this is taken here, since while FSDP computes, a module holds other parameters than its own.
         exports, to_save = self.exporter.prepare(trained), tensors.tensors_to_save(trained)
         stream = Stream() if self.ranks.device.type == "cuda" else None  # beside the next rollout
         if stream:
@@ -125,7 +125,7 @@ class Saver:
             self.failures, self.saved = 0, step
 
     def leave(self, step: int, trained: Trained, state: LoopState) -> None:
-        """End a run that is asked to stop after `step`: save that step, unless it is on disk or 0, and wait for it.
+        """End a run that is asked to stop after `step`. Save that step, unless it is on disk or 0, and wait for it.
 
         The same command continues the run. Raises RuntimeError as `close`.
         """
@@ -153,7 +153,7 @@ class Saver:
     # What the threads do
 
     def _copy(self, to_save: ToSave, stream: Stream | None) -> None:
-        """Copy `to_save` to the host, and let go of the tensors: the main thread may then free them."""
+        """Copy `to_save` to the host, and let go of the tensors. The main thread may then free them."""
         try:
             if stream:
                 torch.cuda.set_device(self.ranks.device)  # a thread begins with the first device of the machine

@@ -41,7 +41,7 @@ def delete_older(root: pathlib.Path, step: int, keep: int | None) -> None:
 
 
 def commit(temporary: pathlib.Path, final: pathlib.Path, manifest: dict[str, Any]) -> None:
-    """Give a written folder its manifest, force both to disk and rename it: `final` is complete from its first moment.
+    """Give a written folder its manifest, force both to disk and rename it. `final` is complete from its first moment.
 
     `manifest["files"]`: {name: `size_and_hash`} of every file, each of them on disk already.
     """
@@ -88,7 +88,7 @@ def size_and_hash(file: pathlib.Path, *, sync: bool = False) -> dict[str, int | 
         if sync:
             os.fsync(f.fileno())
         size = os.fstat(f.fileno()).st_size
-        buffer = memoryview(bytearray(min(size, 2**28)))  # large: every read waits for Python's lock
+        buffer = memoryview(bytearray(min(size, 2**28)))  # large, since every read waits for Python's lock
         while n := f.readinto(buffer):
             digest.update(buffer[:n])
         return {"size": size, "sha256": digest.hexdigest()}

@@ -58,7 +58,7 @@ NO_HOST = Host({}, [], torch.empty(0))
 
 
 class Saved(NamedTuple):
-    """A tensor in the files of a folder. Its parts are views of the files: nothing is read before it is used."""
+    """A tensor in the files of a folder. Its parts are views of the files, so nothing is read before it is used."""
 
     shape: tuple[int, ...]
     parts: list[tuple[int, torch.Tensor]]  # first row, and the rows
@@ -71,7 +71,7 @@ class Saved(NamedTuple):
 
 def learning(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a module that learn, by name. With LoRA only the adapters do. A reference has none that learn,
-    and then these are all of its parameters: `Run.refresh` changes them.
+    and then these are all of its parameters, which `Run.refresh` changes.
     """
     every = dict(module.named_parameters())
     return {key: x for key, x in every.items() if x.requires_grad} or every
@@ -100,8 +100,8 @@ def make_host(like: dict[str, torch.Tensor], *, pinned: bool) -> Host:
     """Memory for a copy of tensors like these. `pinned` says whether copies pass through memory that a GPU can write
     to.
 
-    The rest is not pinned: that takes the driver ten seconds for 20 GB and holds up what the main thread does on the
-    device.
+    The rest is not pinned, since that takes the driver ten seconds for 20 GB and holds up what the main thread does on
+    the device.
     """
     empty = {name: torch.empty_like(x, device="cpu", memory_format=torch.contiguous_format) for name, x in like.items()}
     return Host(empty, _pieces(empty), torch.empty(STAGING, dtype=torch.uint8, pin_memory=pinned))

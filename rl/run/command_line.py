@@ -41,7 +41,7 @@ def parse(cls: type[T], doc: str | None, *, hint: str = "") -> T:
     try:
         words = with_values(sys.argv[1:], {spelled(name) for name in marked(cls(), SWITCH)})
         shown = importlib.import_module("extras.help").boxed(cls) if {"-h", "--help"} & {*words} else cls
-        prints = os.environ.get("LOCAL_RANK", "0") == "0"  # of this machine: all ranks have the same command line
+        prints = os.environ.get("LOCAL_RANK", "0") == "0"  # of this machine, since all ranks have the same command line
         args = exit_if_planning(cli(conf.OmitArgPrefixes[shown], args=words, description=doc, console_outputs=prints))
         started("imports")
         return args

@@ -38,7 +38,7 @@ class Exporter:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ranks: Ranks):
         self.ranks, self.frozen, self.beside = ranks, {}, {}
-        self.tokenizer_files = _files_of(tokenizer)  # made once: that holds Python's lock for up to 0.2 s
+        self.tokenizer_files = _files_of(tokenizer)  # made once, since that holds Python's lock for up to 0.2 s
 
     def prepare(self, trained: Trained) -> Exports:
         """What `write` has to know of the modules that learn, taken before they change. All ranks must enter."""
@@ -104,7 +104,7 @@ def frozen_weights(module: PreTrainedModel, ranks: Ranks) -> dict[str, torch.Ten
 
 
 def _alone(x: torch.Tensor) -> torch.Tensor:
-    """A tensor with memory of its own: safetensors refuses parts of another one."""
+    """A tensor with memory of its own, since safetensors refuses parts of another one."""
     return x if x.nbytes == x.untyped_storage().nbytes() else x.clone()
 
 

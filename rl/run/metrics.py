@@ -21,7 +21,7 @@ from rl.sampling.responses import lengths_of, scores_of
 def of_groups(scores: torch.Tensor) -> dict[str, float]:
     """scores (P, G), NaN where not scored -> the share of groups without any spread, which teach nothing.
 
-    Nothing if a group is one response: no group could have a spread, and nothing is compared.
+    Nothing if a group is one response, since no group could have a spread, and nothing is compared.
     """
     if scores.shape[1] == 1:
         return {}

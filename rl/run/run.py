@@ -60,7 +60,7 @@ class Run:
             run.log_step({...}, ...)
         return run.close(sampler)
 
-    `run.memory` has the memory flags as they are used: what the program has chosen stands in the place of `auto`.
+    `run.memory` has the memory flags as they are used. What the program has chosen stands in the place of `auto`.
 
     All ranks must make all calls. A run that is asked to stop, by SIGTERM, Ctrl-C or --max-hours, saves and ends the
     process, with exit code 0, at the next end of a phase or micro-batch. It saves the state with which the step began.
@@ -176,10 +176,10 @@ class Run:
         how = f"resumed from {path}" if path else "new run"
         begins = f"{root}: {how}, {left}, {self.ranks.size} rank(s), {work}"
         self.tracker.print("\n".join([begins, *filter(None, notes)]))
-        gc.freeze()  # garbage collections need not walk through what stays alive: nearly half a second each
+        gc.freeze()  # garbage collections need not walk through what stays alive, which takes nearly half a second each
 
     def steps(self, state: Callable[[], dict[str, Any]] = dict) -> Iterator[int]:
-        """The numbers of the steps that are still to be made, from 0: see `begin_step`, which comes before each of them
+        """The numbers of the steps that are still to be made, from 0. See `begin_step`, which comes before each of them
         and after the last one.
 
         Args: state, returns what the loop carries from step to step and does not follow from the step's number.
@@ -203,7 +203,7 @@ class Run:
         self.step, self.clock = step, Clock(self.ranks)
 
     def may_stop_after(self, phase: str) -> None:
-        """End a phase of the step: its seconds become the metric timing_s/<phase>. Then, if any rank was asked to stop
+        """End a phase of the step. Its seconds become the metric timing_s/<phase>. Then, if any rank was asked to stop
         and no optimizer step has changed the weights since the step began, save and end this process with exit code 0.
         All ranks must enter.
         """

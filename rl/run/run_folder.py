@@ -65,8 +65,8 @@ def folder_of(flags: Checkpoints, project_name: str, experiment_name: str) -> pa
 class RunFolder:
     """A folder that this run has for itself, until `release` or until rank 0 dies. All ranks must enter.
 
-    If somebody deletes or replaces it meanwhile, the run writes nothing more there: `check` ends it. Raises ValueError,
-    on every rank, if it cannot be written or belongs to a running process.
+    If somebody deletes or replaces it meanwhile, the run writes nothing more there, and `check` ends it. Raises
+    ValueError, on every rank, if it cannot be written or belongs to a running process.
     """
 
     def __init__(self, root: str | pathlib.Path, ranks: Ranks, total_steps: int):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def load_task(args: Any, *, prompts_per_step: int | None = None, read_train: Reader | None = None) -> Task:
-    """Check a script's flags, data and reward function, and make of them what the script needs: see `Task`.
+    """Check a script's flags, data and reward function, and make of them what the script needs, see `Task`.
 
     Args: prompts_per_step, that are sampled, by default --train-batch-size; read_train, a reader of --train-files
     whose rows no function scores. Raises ValueError for mistakes in these, before a model is loaded.

@@ -1,4 +1,4 @@
-"""Work that all ranks do together: what fails on one of them fails on all, so that nobody waits forever."""
+"""Work that all ranks do together. What fails on one of them fails on all, so that nobody waits forever."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -72,7 +72,7 @@ class Tracker:
     dropped. With 0 the files of an earlier run get other names; evaluates, whether the run evaluates at `start` first;
     enabled, whether this is rank 0; sinks, that are open already, by name.
 
-    Raises OSError if the folder or config.json cannot be written. Nothing is raised later: lines that a full disk
+    Raises OSError if the folder or config.json cannot be written. Nothing is raised later. Lines that a full disk
     refuses wait in memory, and a tracker that raises gets nothing more.
     """
 

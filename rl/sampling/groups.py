@@ -58,7 +58,7 @@ def sample_groups(
             `Loop`.
 
     Returns: the samples, groups side by side in the order of the rows. They are incomplete if the run was asked to
-    stop: call `run.may_stop_after` then. Raises RuntimeError naming the row if the engine returns anything but each
+    stop. Call `run.may_stop_after` then. Raises RuntimeError naming the row if the engine returns anything but each
     response once, with a finite log-prob for every token.
     """
     row_samplings = [sampling] * len(rows) if isinstance(sampling, Sampling) else sampling

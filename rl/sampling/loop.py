@@ -97,7 +97,7 @@ class Partner(Protocol):
     It may keep what it likes for each response from `begin` to `end`, and set `finish_reason` of one that it ends.
     """
 
-    # The text of a row's prompt as the partner wants the policy to read it: see `rl.data.encode.encode_prompts`.
+    # The text of a row's prompt as the partner wants the policy to read it, see `rl.data.encode.encode_prompts`.
     prompt_text: Callable[..., str]
 
     def begin(self, x: Trajectory, seed: int) -> None:
@@ -195,8 +195,8 @@ class Loop:
         """`step` until nothing is in flight, the run is asked to stop, or all ranks of the engine have `enough`."""
         num_steps = 0
         while self.is_open():
-            # Ranks that share an engine must leave together, so they ask each other, which takes time: not at every
-            # step. A rank that has the engine alone only looks at its own flag.
+            # Ranks that share an engine must leave together, so they ask each other. That takes time, so they do
+            # not ask at every step. A rank that has the engine alone only looks at its own flag.
             if self.engine.group is None or num_steps % STOP_EVERY == 0:
                 has_enough = enough is not None and all(self.engine.of_group(enough()))
                 if has_enough or stop.requested(self.engine.group):

@@ -14,7 +14,7 @@ from rl.ranks import Ranks
 def gather_responses(own_samples: Sequence[Sample], rows: Sequence[dict], ranks: Ranks) -> list[Sample]:
     """The samples of all ranks, in rank order, with their scores and lengths. A rank has the tokens of its own samples.
 
-    Tokens and texts stay where they are: `batching.make_batch` sends tokens to the rank that trains on them. Args:
+    Tokens and texts stay where they are. `batching.make_batch` sends tokens to the rank that trains on them. Args:
     rows, with the prompts of all ranks' samples. All data ranks must enter.
     """
     sources = {row["row_index"]: row.get("data_source", "") for row in rows}

@@ -127,8 +127,8 @@ class Sampler:
         return self.task.scorer.collect(samples)
 
     def sleep(self, policy: nn.Module) -> None:
-        """Put the engine to sleep. Then check with a few of the last samples that the engine had the policy's weights:
-        the trainer computes their log-probs, and compares them with those that came with the samples.
+        """Put the engine to sleep. Then check with a few of the last samples that the engine had the policy's weights.
+        The trainer computes their log-probs, and compares them with those that came with the samples.
         """
         self.engine.sleep()
         self.is_awake = False
@@ -148,8 +148,8 @@ class Sampler:
         return summarize(own_rows, task.scorer.collect(own_samples), task.tokenizer, self.ranks, shown=shown)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold of this rank's sampler: nothing here, since prompts and seeds follow from the
-        number of the step. A sampler whose responses outlive a step returns them.
+        """What a checkpoint has to hold of this rank's sampler. Here that is nothing, since prompts and seeds follow
+        from the number of the step. A sampler whose responses outlive a step returns them.
         """
         return {}
 

@@ -53,10 +53,10 @@ def check_engine(
 
     Rounding errors have both signs, so the signed mean of the differences stays near 0.001 in bfloat16. It is therefore
     also an error if tokens are likelier to the engine by more than a sixth of the limit on average, after four
-    standard errors are subtracted to allow for chance. With top-k and the like that is normal: the engine samples
+    standard errors are subtracted to allow for chance. With top-k and the like that is normal. The engine samples
     tokens at the edge that rounding has moved into its set.
 
-    Families of the policy, such as experts, may measure something in this pass: `policy.family_metrics` gets it.
+    Families of the policy, such as experts, may measure something in this pass. `policy.family_metrics` gets it.
     """
     usual = 0.3 if rollout.is_quantized else 1e-4 if ranks.dtype == torch.float32 else 0.06
     limit = rollout.max_logprob_gap or usual
@@ -71,7 +71,7 @@ def check_engine(
     with contextlib.ExitStack() as stack:
         seen = [(x, stack.enter_context(x.watched())) for x in policy.packed.families]
         logp, _ = token_logprobs(policy, batch, sampling=sampling)
-    gap = ((batch.rollout_logp - logp) * batch.response_mask).double()  # above 0: likelier to the engine
+    gap = ((batch.rollout_logp - logp) * batch.response_mask).double()  # above 0 if it is likelier to the engine
     sums = torch.stack([gap.abs().sum(), gap.sum(), gap.square().sum(), batch.response_mask.double().sum()])
     policy.family_metrics = {name: x for kind, what in seen for name, x in kind.metrics(what, ranks).items()}
     *sums, count = ranks.all_reduce_sum(sums).tolist()

@@ -1,7 +1,7 @@
 """How a worker begins and ends, be it one that calls reward functions or one in which environments live.
 
-A worker may be killed at any moment. It is two processes: a guard, which outlives the other one and kills whatever that
-has left behind. No library does this: multiprocessing and concurrent.futures neither end a task that hangs nor find a
+A worker may be killed at any moment. It is two processes, a guard, which outlives the other one and kills whatever that
+has left behind. No library does this. multiprocessing and concurrent.futures neither end a task that hangs nor find a
 daemon that it has started, and their processes outlive a trainer that is killed.
 """
 

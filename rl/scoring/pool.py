@@ -88,8 +88,8 @@ class Scorer:
         # that the task returns.
         self.submitted: dict[Sample, tuple[Row, AsyncResult, int]] = {}
         self.judges: Sequence[Judge] = ()  # change what the functions gave. They have to be loaded before `collect`.
-        # A worker ends with the thread that has started it, so `close` ends the threads. These are daemons: the threads
-        # of an executor would be waited for when a trainer fails.
+        # A worker ends with the thread that has started it, so `close` ends the threads. These are daemons, since the
+        # threads of an executor would be waited for when a trainer fails.
         try:
             self.threads = ThreadPool(self.num_workers)
         except (RuntimeError, AttributeError) as error:  # a ThreadPool whose threads cannot start raises either
@@ -116,7 +116,7 @@ class Scorer:
         """Wait for the scores of these samples, each of which was submitted. Returns them with their scores, in order.
         Prints the first failure.
 
-        If the run was asked to stop, no sample has a score: call `run.may_stop_after` then. With judges all ranks
+        If the run was asked to stop, no sample has a score. Call `run.may_stop_after` then. With judges all ranks
         must enter. Raises what has failed in the pool itself, and KeyError for a sample that is collected twice or was
         submitted to another scorer.
         """

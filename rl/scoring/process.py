@@ -10,7 +10,8 @@ from typing import Any
 from rl import children
 
 START_SECONDS = 120  # to import the reward functions
-WALL_FACTOR = 4  # a response may take this many times its CPU seconds by the clock: it waits, or the machine is busy
+# A response may take this many times its CPU seconds by the clock, since it may wait, or the machine may be busy.
+WALL_FACTOR = 4
 # A wait for a reply is divided into this many parts. If the job is suspended, that uses up at most one of them.
 LOOKS = 10
 MESSAGE_SECONDS = 60  # the longest pause in the middle of a message. After it, the message counts as lost.

@@ -33,7 +33,7 @@ def try_functions(scorer: Any, rows: Iterable[Row], partner: Any = None) -> tupl
     for (source, which), row in first.items():
         texts = {} if no_ground_truth(row) else _right_responses(row)
         samples = [_sample(text, scorer.tokenizer, partner) for text in ("", *texts.values())]
-        for sample in samples:  # each alone: a function of lists would fail on all if it fails on one
+        for sample in samples:  # each alone, since a function of lists would fail on all if it fails on one
             scorer.submit(row, [sample])
         empty, *scores = [sample.score for sample in scorer.collect(samples)]
         for score in (empty, *scores[:1]):

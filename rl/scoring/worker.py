@@ -31,8 +31,8 @@ Result = tuple[float | None, dict[str, float]]  # score and components of a resp
 
 
 def traceback_text() -> str:
-    """The traceback of the exception that is being handled, at most 20,000 characters of it: an exception may hold a
-    whole data set.
+    """The traceback of the exception that is being handled, at most 20,000 characters of it, since an exception may
+    hold a whole data set.
     """
     text = traceback.format_exc(limit=-8)
     return text if len(text) <= 20_000 else f"{text[:10_000]}\n... {len(text)} characters ...\n{text[-10_000:]}"
@@ -50,7 +50,7 @@ def import_file(path: str) -> ModuleType:
 
 
 def awaited(result: Any, run: Callable[[Any], Any] | None = None) -> Any:
-    """What a user's function returned, also if it is `async`: then `run`, by default `asyncio.run`, waits for it."""
+    """What a user's function returned, also if it is `async`. Then `run`, by default `asyncio.run`, waits for it."""
     if not inspect.isawaitable(result):
         return result
     import asyncio  # takes longer than everything else here, so a worker without need for it starts in half the time
@@ -84,7 +84,8 @@ def as_number(value: Any) -> float:
     """
     plain = value.item() if hasattr(value, "item") else value
     plain = float(plain) if isinstance(plain, Decimal) else plain
-    # pyrefly: ignore[unsupported-operation]  # the absolute value of any real number can be compared; NaN is not smaller
+    # pyrefly: ignore[unsupported-operation]  # the absolute value of any real number can be compared; NaN is not
+    # smaller
     if not isinstance(plain, numbers.Real) or not abs(plain) <= 1e18:
         raise ValueError(f"returned {value!r:.200} ({type(value).__name__}), not a number between -1e18 and 1e18")
     return float(plain)

@@ -33,10 +33,10 @@ class Engine:
 
     def __init__(self, ranks: Ranks, longest: int):
         self.device, self.rank, self.longest = ranks.device, ranks.rank, longest
-        self.first_rank = ranks.rank  # of those that share this engine: they sample with one seed
+        self.first_rank = ranks.rank  # of those that share this engine, which sample with one seed
         self.group: dist.ProcessGroup | None = None  # of those ranks, for objects on the host. One rank alone has none.
         self.memory = 0  # bytes on the device that `sleep` gives back. `make_engine` measures it.
-        self.policy_version = 0  # number of the weights: each push adds one. A resumed run sets it to its first step.
+        self.policy_version = 0  # number of the weights. Each push adds one. A resumed run sets it to its first step.
         # The dtype of the column "routed_experts" of completions, or None if they do not have that column.
         self.routing: np.dtype | None = None
         self.new: list[Completion] = []  # of this rank's requests that have not begun
@@ -79,7 +79,7 @@ class Engine:
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load (name, whole tensor) pairs with Hugging Face names, lazily. All ranks must enter. No request may be in
-        flight: see `Loop.interrupt`. Raises RuntimeError naming weights that no pushed tensor reached.
+        flight, see `Loop.interrupt`. Raises RuntimeError naming weights that no pushed tensor reached.
         """
         raise NotImplementedError
 

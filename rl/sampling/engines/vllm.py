@@ -1,7 +1,7 @@
 """vLLM inside the training process: no server, no RPC, weights pushed by one call. Tested with 0.26, 0.28, 0.32, 0.33.
 
 Every rank builds its own engine on torchrun's process group ("external_launcher"). With tensor_parallel_size N, N
-neighboring ranks form one engine: all of them sample all responses together.
+neighboring ranks form one engine. All of them sample all responses together.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from rl.sampling.engines.vllm_weights import push_weights
 
 PREFILL = 8192  # tokens of prompts that vLLM reads in one pass
 # Steps after which new requests are handed to vLLM. A step that only decodes is one CUDA graph. A step that also reads
-# prompts is not, and takes longer. Conversations begin turns all the time: this way several of them begin together.
+# prompts is not, and takes longer. Conversations begin turns all the time. This way several of them begin together.
 TAKE_EVERY = 8
 
 # vLLM's own quantization of weights while it loads them, by our name. FP8: a scale for every row of a weight, and for
@@ -52,7 +52,7 @@ class Engine(base.Engine):
     """See `base.Engine`. vLLM on this rank's device, or over --tensor-model-parallel-size neighboring ranks.
 
     Unless `load_weights`, weights are dummies until the first `update_weights`. Raises ValueError if the ranks cannot
-    be divided into engines of that size. Tokens are read from vLLM's core: see vllm_scheduler.py for the reason.
+    be divided into engines of that size. Tokens are read from vLLM's core. See vllm_scheduler.py for the reason.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Engine(base.Engine):
 
 @contextlib.contextmanager
 def _trainer_as_it_is(model: str) -> Iterator[None]:
-    """Around the start of vLLM: what it changes in this process for itself is put back for the trainer.
+    """Around the start of vLLM. What it changes in this process for itself is put back for the trainer.
 
     vLLM runs a model that it has no code for by transformers' own class, and patches that class. So each new object,
     even our policy, would look for a configuration of vLLM and be compiled by it. What vLLM itself has made stays
@@ -228,7 +228,8 @@ def _prepared_for_cpu() -> dict[str, Any]:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # torch trains on the same cores
     torch._dynamo.config.disable = True  # or the sampler is compiled: seconds of warm-up, and a C++ compiler
-    # No prompt is cut: vLLM would wind the generator of a request with a seed back, which only those of GPUs allow.
+    # No prompt is cut, since vLLM would wind the generator of a request with a seed back, which only those of GPUs
+    # allow.
     return {"enforce_eager": True, "enable_chunked_prefill": False}
 
 
@@ -246,7 +247,7 @@ def _of_gpu(flags: EngineFlags) -> dict[str, Any]:
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Numbers of sequences for which vLLM captures CUDA graphs, up to `most`: other numbers run the next larger graph.
+    """Numbers of sequences for which vLLM captures CUDA graphs, up to `most`. Other numbers run the next larger graph.
 
     vLLM's own list has 83 numbers up to 1,024, for each of which it captures several graphs. Below about 300 sequences
     a decoding step takes as long as reading the weights, so padding should cost nothing. Above, at most a quarter is

@@ -41,7 +41,7 @@ def push_weights(llm: Any, named_tensors: NamedTensors, *, is_processed: bool) -
 
 
 def _missing_parts(model: torch.nn.Module, loaded: set[str], pushed: set[str]) -> set[str]:
-    """Names that were not pushed of tensors that vLLM fuses with others that were: it counts q as all of qkv."""
+    """Names that were not pushed of tensors that vLLM fuses with others that were. It counts q as all of qkv."""
     fused = getattr(model, "packed_modules_mapping", {})
     missing = set()
     for name in loaded:

@@ -18,8 +18,9 @@ class Worker(gpu_worker.Worker):
 
 
 def most_cache(layers: dict[str, Any], config: Any) -> int:
-    """Bytes of KV cache that `max_num_seqs` sequences of `max_model_len` tokens fill, and one sequence more as slack:
-    vLLM keeps a block for itself. What else it could cache is of little use, since every push of weights drops it.
+    """Bytes of KV cache that `max_num_seqs` sequences of `max_model_len` tokens fill, and one sequence more as slack,
+    since vLLM keeps a block for itself. What else it could cache is of little use, since every push of weights drops
+    it.
 
     Args: layers, vLLM's KVCacheSpec of each by its name; config, a VllmConfig.
     """
