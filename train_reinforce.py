@@ -1,4 +1,4 @@
-"""REINFORCE++ and ReMax: make each token more likely in proportion to the reward that follows it, less a baseline.
+"""REINFORCE++ and ReMax: make each token more likely in proportion to the reward that follows it, minus a baseline.
 
     torchrun train_reinforce.py --model Qwen/Qwen2.5-1.5B-Instruct                                    # one GPU, GSM8K
     torchrun train_reinforce.py --model Qwen/Qwen2.5-1.5B-Instruct --adv-estimator remax --experiment-name remax

@@ -99,7 +99,7 @@ def lock(
         if folder is not None and not place.resolve().is_relative_to(folder.resolve()):
             notes.insert(0, "image")
         pin = f"{name}=={version.partition('+')[0]}" if name in pinned else f"# {name}=={version}"
-        lines.append(f"{pin}  # {'; '.join(notes)}" if notes else pin)  # no index has local versions, behind a +
+        lines.append(f"{pin}  # {'; '.join(notes)}" if notes else pin)  # no index has local versions, after a +
     return lines
 
 

@@ -175,7 +175,7 @@ class Args:
     learn: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)  # of `learn`: the model's, and of data and sampling
     sft_steps: int = 250  # of 128 demonstrations
-    rl_steps: int = 10  # of 32 prompts, behind them
+    rl_steps: int = 10  # of 32 prompts, after them
     rollout_engine: Literal["vllm", "hf"] = "vllm"  # of GRPO
 
 

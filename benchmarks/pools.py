@@ -5,7 +5,7 @@
     python benchmarks/pools.py --shape tiny --max-length 32 --mean-length 10 -- --engine hf --train-batch-size 4
 
 Random weights, prompts of digits, responses of geometric lengths. Tokens a second are those of the steps after the
-warm-up, prompts included, over the seconds between their lines in metrics.jsonl. Flags behind -- go to both scripts.
+warm-up, prompts included, over the seconds between their lines in metrics.jsonl. Flags after -- go to both scripts.
 """
 
 import json

@@ -196,7 +196,7 @@ class Script:
         self.has_turns = False  # or all that a conversation samples is one turn
         self.begun: dict[Hashable, int] = defaultdict(int)  # turns of each response
         self.lengths = functools.cache(self._lengths)
-        # Tokens behind the prompt of the longest conversation. An answer of the tool gets 50.
+        # Tokens after the prompt of the longest conversation. An answer of the tool gets 50.
         self.longest = (2 * args.turns - 1) * (args.turn_length * 3 // 2 + 50) + 50
 
     def _lengths(self, key: Hashable) -> list[int]:

@@ -65,7 +65,7 @@ class Family:
     text: dict[str, Any]  # options of its config, for the text
     tower: dict[str, Any]
     ids: dict[str, int]
-    tokens: tuple[str, ...]  # behind the 80 of the arithmetic task
+    tokens: tuple[str, ...]  # after the 80 of the arithmetic task
     image: str  # that its chat template has for an image
     pixels: dict[str, Any]  # options of its image processor
     processor: dict[str, Any] = dataclasses.field(default_factory=dict)  # and of the rest

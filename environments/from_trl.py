@@ -13,7 +13,7 @@ mine.py, for a class that GRPOTrainer(environment_factory=Game) takes:
 Its public methods are the tools, and a turn without a call is the last. `reset` gets the row's columns, after `random`
 was seeded alike for a group. `get_reward` is asked after each turn, and the last answer counts.
 
-This departs from TRL in four points. What `reset` returns is a user's message behind the prompt, and is not added to
+This departs from TRL in four points. What `reset` returns is a user's message after the prompt, and is not added to
 the last message. Each response has an object of its own, and not one that is reset. A failing call is answered by
 "Error: ...". An async method runs in an event loop of its own. Images and a dict of several environments are not
 supported.

@@ -72,7 +72,7 @@ class FromVerifiers:
         files.write(Path(folder), {"test": rows[:num_test], "train": rows[num_test:]})
 
     async def reset(self, row: dict[str, Any], seed: int) -> list[dict]:
-        """Begin, and return what stands behind the row's prompt when verifiers first asks."""
+        """Begin, and return what stands after the row's prompt when verifiers first asks."""
         random.seed(seed)
         self.found, self.requests, self.said = {}, asyncio.Queue(), row["prompt"]
         app = web.Application()

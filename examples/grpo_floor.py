@@ -85,8 +85,8 @@ def main(args: Args) -> dict[str, float]:
     # Flags, data and rewards are checked here, before a model is loaded.
     task = load_task(args)
     run = Run(args, task.tokenizer, task.total_steps)  # joins the ranks, and takes the run's folder
-    # ranks is this process and its peers, longest the most tokens of a prompt with its response, sampling how to
-    # sample.
+    # `ranks` is this process with its peers. `longest` is the limit on the tokens of a prompt with its response.
+    # `sampling` says how responses are sampled.
     ranks, longest, sampling = run.ranks, task.longest, task.sampling
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     sampler = open_sampler(args, task, run)  # starts the engine, which by default sleeps while we learn
@@ -188,7 +188,7 @@ def main(args: Args) -> dict[str, float]:
                     loss = loss + args.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": (kl * mask).sum() / num_tokens})
                 loss = (loss * mask).sum() / num_tokens
-                # Adds the gradients of the micro-batches, and behind the last one those of the ranks.
+                # Adds the gradients of the micro-batches, and after the last one those of the ranks.
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": (pg_loss * mask).sum() / num_tokens})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})

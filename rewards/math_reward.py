@@ -71,7 +71,7 @@ def equal(answer: str, truth: str | int) -> bool:
 
     - Layout does not count: spaces, `\left`, `\dfrac`, `$`, `\!`, `\text`, a final full stop, typographic Unicode.
       Neither does the name of a sign, such as `\neq` for `\ne` or `{a \over b}`: see latex_names.py. Neither do units
-      behind a value (`5\text{ cm}`, `5 cm`, `90^\circ`, `\$5`), nor `x=`, `(x,y)=` or `x \in` if the other side is no
+      after a value (`5\text{ cm}`, `5 cm`, `90^\circ`, `\$5`), nor `x=`, `(x,y)=` or `x \in` if the other side is no
       equation or begins with the same.
     - Numbers are compared exactly: integers, decimals, commas or spaces that group thousands, fractions, mixed
       numbers, `3 \times 10^8`, `0.\overline{3}`. `0.333` is not 1/3. `10\%` is 10 and is 0.1.

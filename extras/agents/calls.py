@@ -5,7 +5,7 @@
    marker that nothing has opened ends a thought too: what stands before it is left out. `THOUGHTS` lists the markers.
 2. A call's marker, such as <tool_call>, counts if what follows begins like a call (a bracket, or <function=), or if it
    begins a line and its closing tag ends one. Such a call that cannot be read is reported as unreadable. Any other
-   mention of a marker, and each one directly behind a backtick, is prose.
+   mention of a marker, and each one directly after a backtick, is prose.
 3. JSON keeps the types that the policy wrote. A value in XML has none, so the tool's schema decides: see `_typed`.
 """
 
@@ -50,7 +50,7 @@ _MARKS = re.compile(
 
 
 def without_thoughts(text: str) -> str:
-    """What a turn says behind and between its thoughts."""
+    """What a turn says after and between its thoughts."""
     said, at = "", 0
     for mark in _MARKS.finditer(text):
         said, at = said + text[at : mark.start()] + (mark["call"] or ""), mark.end()
@@ -135,7 +135,7 @@ _NAMED = r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)"  # name{
 
 
 def mistral(text: str, tools: Tools | None = None) -> Calls:
-    """Calls behind [TOOL_CALLS]."""
+    """Calls after [TOOL_CALLS]."""
     calls: Calls = []
     for part in re.split(_TOOL_CALLS, text)[1:]:
         if named := re.match(_NAMED, part):
@@ -149,7 +149,7 @@ def mistral(text: str, tools: Tools | None = None) -> Calls:
 def llama(text: str, tools: Tools | None = None) -> Calls:
     """Calls that are the whole turn, as JSON."""
     body, calls = text.strip().removeprefix("<|python_tag|>").strip(), []
-    while re.match(_LLAMA_CALL, body):  # several stand behind each other, with ; between them
+    while re.match(_LLAMA_CALL, body):  # several stand one after the other, with ; between them
         value, end = _first_value(body)
         calls += json_calls(value)
         body = body[end or len(body) :].lstrip("; \n")

@@ -1,7 +1,7 @@
 """Conversations by the model's chat template: what the policy is told as token ids, what it calls as data.
 
 A conversation is never rendered again. What the policy sampled stays as it is, and the ids of what it is told are
-appended. They are the ids of the text that the template writes behind a turn. The difference of two renderings shows
+appended. They are the ids of the text that the template writes after a turn. The difference of two renderings shows
 that text.
 
 Which reader of calls.py fits a template is tried out: `Chat` renders calls of the tools, and takes the readers that
@@ -86,7 +86,7 @@ class Chat:
             raise ValueError(f"{self.where} refuses a conversation with {told['role']!r} messages: {error}") from error
         if self.tools and any(x["function"]["name"] not in self._render([USER], False) for x in self.tools):
             raise ValueError(f"--tools: {self.where} does not render tools; use a model that was trained with tools")
-        self.end = before.rpartition(TURN)[2]  # what the template writes behind a turn
+        self.end = before.rpartition(TURN)[2]  # what the template writes after a turn
         if not after.startswith(before.removesuffix(self.end)) or THOUGHT not in before:
             raise ValueError(
                 f"{self.where} rewrites what the policy has said, such as its thoughts, when the conversation goes on; "
@@ -164,7 +164,7 @@ class Chat:
         return json_calls(message.get("tool_calls") or [])
 
     def told(self, messages: Sequence[dict], *, has_turn: bool) -> str:
-        """The text that messages add behind the prompt or behind a turn, and what makes the policy speak.
+        """The text that messages add after the prompt or after a turn, and what makes the policy speak.
 
         Raises ValueError if the template does not only append them: it may move a system message to the top, merge two
         messages of one role, or leave one out. Raises what the template raises, such as jinja2.TemplateError.
@@ -185,7 +185,7 @@ class Chat:
     def ids_of(self, messages: Sequence[dict], ids: Sequence[int], room: int = sys.maxsize) -> list[int] | None:
         """What a conversation goes on with: ids of messages and of what makes the policy speak again.
 
-        Args: messages, each with role and content; ids of the conversation behind the prompt so far, which end with a
+        Args: messages, each with role and content; ids of the conversation after the prompt so far, which end with a
         turn of the policy; [] if it has not said anything; room, in tokens: None is returned if the ids do not leave
         some of it, and only the beginning of a text that is far too long is tokenized. Text that spells a control token
         stays text. Raises as `told`.

@@ -25,7 +25,7 @@ from rl.sampling.loop import Trajectory
 class Conversation:
     """What was said in one response so far."""
 
-    messages: list[dict] = field(default_factory=list)  # all behind the prompt
+    messages: list[dict] = field(default_factory=list)  # all after the prompt
     turn_at: int = 0  # where in the ids of the response the turn of the policy begins
     turn_lengths: list[int] = field(default_factory=list)  # tokens of each turn of the policy
     turn_rewards: list[float] = field(default_factory=list)  # of the first turns, by the environment, if it gives any

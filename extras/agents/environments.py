@@ -7,7 +7,7 @@ A user's class. Every method but `step` may be missing, and each may be `async`:
 
     class Environment:                            made anew for each response, in a process of its own
         tools = (calculate,)                      functions with types and docstring, or JSON schemas
-        def reset(self, row, seed):               messages behind row["prompt"]; () by default. Equal within a group
+        def reset(self, row, seed):               messages after row["prompt"]; () by default. Equal within a group
         def step(self, reply):                    messages that answer reply.text, or reply.calls; None ends it.
                                                   With a reward for the turn: (messages, reward)
         def report(self):                         {"calls": 2}: for the reward and the log

@@ -8,7 +8,7 @@ process is forked from the trainer before the engine is made. Both sides send li
     ("end", number)                                 the response is given up
     None                                            nothing more will come
 
-    (number, ids, finish reason, None)              the other side: the response goes on behind these ids
+    (number, ids, finish reason, None)              the other side: the response goes on after these ids
     (number, None, finish reason, outcome)          it has ended
 
 An answer that ends a response holds its outcome, so that `end` need not ask for it.

@@ -19,7 +19,7 @@ def make_outcome(
 ) -> Outcome:
     """The outcome of a conversation, whose text is the last turn of the policy.
 
-    Args: messages, all behind the prompt; report, of the environment; turn_lengths, how many tokens the policy sampled
+    Args: messages, all after the prompt; report, of the environment; turn_lengths, how many tokens the policy sampled
     in each of its turns; turn_rewards, of the first turns, by the environment, if it gives any.
     """
     messages, rewards = list(messages), {"turn_rewards": list(turn_rewards)} if turn_rewards else {}

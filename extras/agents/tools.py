@@ -154,7 +154,7 @@ def _name_of(tool: Any) -> str:
 
 
 def _check_names(tools: Sequence[tuple[str, Any]]) -> None:
-    """Raise ValueError if two tools, each behind the place that it is from, have one name: only one would be called."""
+    """Raise ValueError if two tools, each after the place that it is from, have one name: only one would be called."""
     places: dict[str, str] = {}
     for place, tool in tools:
         if (name := _name_of(tool)) in places:

@@ -68,7 +68,7 @@ def encode_conversation(tokenizer: Any, row: dict, response: str) -> list[int]:
 
 
 def encode_behind(tokenizer: Any, before: str, text: str) -> list[int]:
-    """Token ids of `text` where it goes on behind `before`: see `behind.encode_behind`."""
+    """Token ids of `text` where it goes on after `before`: see `behind.encode_behind`."""
     from extras.demonstrations import behind
 
     return behind.encode_behind(tokenizer, before, text)

@@ -1,4 +1,4 @@
-"""Texts that go on behind other texts: a response behind its prompt, an answer behind a turn of the policy."""
+"""Texts that go on after other texts: a response after its prompt, an answer after a turn of the policy."""
 
 import functools
 
@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 
 def encode_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
-    """Token ids of `text` where it goes on behind `before`. If it was encoded by itself, a SentencePiece tokenizer
+    """Token ids of `text` where it goes on after `before`. If it was encoded by itself, a SentencePiece tokenizer
     (Llama 2) would put a space of its own in front.
     """
 

@@ -1,4 +1,4 @@
-"""Token ids of responses that the data has, behind their prompts, and which tokens of a demonstration are learned."""
+"""Token ids of responses that the data has, after their prompts, and which tokens of a demonstration are learned."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -122,7 +122,7 @@ def _response_of(row: Row, column: str) -> str:
 
 
 def mean_tokens(tokenizer: Tokenizer, file: Paths, *, pairs: bool) -> tuple[float, float]:
-    """The mean number of tokens of prompts, and of learned tokens behind them. With `pairs` the file has comparisons,
+    """The mean number of tokens of prompts, and of learned tokens after them. With `pairs` the file has comparisons,
     and all tokens of prompt and response count as one text, the second number. Raises as the functions above.
     """
     if pairs:
@@ -143,7 +143,7 @@ def encode_demonstration(tokenizer: Tokenizer, row: Row, *, max_length: int = NO
     A row with prompt and response learns the response and the end-of-sequence token after it. A row with messages
     learns what the assistant says, each time with the token that ends its turn. It never learns the role header before
     that or the newline after it. What the assistant says includes its calls of tools, as the template writes them. An
-    answer is encoded behind the generation prompt and never merges with it, so its tokens are those that the policy
+    answer is encoded after the generation prompt and never merges with it, so its tokens are those that the policy
     would sample there.
 
     Raises TooLong for a row of more than `max_length` tokens, since nothing is cut. Raises ValueError without a chat
@@ -173,7 +173,7 @@ def _encode_response(tokenizer: Tokenizer, row: Row, field: str, limit: int) -> 
 
 
 def response_ids(tokenizer: Tokenizer, row: Row, field: str, limit: int = NO_LIMIT) -> list[int]:
-    """Token ids of the response that stands in a row's `field` behind its prompt, the end-of-sequence token at the end.
+    """Token ids of the response that stands in a row's `field` after its prompt, the end-of-sequence token at the end.
     Of a response that has far more than `limit` tokens they are those of its beginning.
 
     Raises ValueError if the tokenizer has no such token, or no tokens for a character of the response.

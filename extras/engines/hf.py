@@ -89,7 +89,7 @@ class Engine(base.Engine):
         tokens, logprobs = self._sample(out.logits[:, -1].float())
         self.ids = torch.cat([self.ids, tokens[:, None]], dim=1)
         self.attention_mask = torch.cat([self.attention_mask, torch.ones_like(tokens)[:, None]], dim=1)
-        last = self.positions.amax(-1, keepdim=True)  # (b, 1), or (3, b, 1) of images: the next is behind the largest
+        last = self.positions.amax(-1, keepdim=True)  # (b, 1), or (3, b, 1) of images: the next is after the largest
         last = last if last.ndim == 2 else last.amax(0, keepdim=True).expand_as(last)
         self.positions = torch.cat([self.positions, last + 1], dim=-1)
         tokens, logprobs = tokens.tolist(), logprobs.tolist()

@@ -107,7 +107,7 @@ class Vision(Family):
         ids_on_host, real_on_host = ids.cpu(), real.cpu()
         for i in is_image.any(-1).nonzero()[:, 0].tolist():
             row = ids_on_host[i, real_on_host[i]]
-            end = int((row >= images.FIRST).nonzero()[-1]) + 1  # behind the last image positions just go on
+            end = int((row >= images.FIRST).nonzero()[-1]) + 1  # after the last image positions just go on
             key = tuple(row[:end].tolist())
             if key not in of_heads:
                 of_heads[key] = self._rope(row[:end])

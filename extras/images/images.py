@@ -3,7 +3,7 @@
 An image is read once and gets a number k. In `prompt_ids` each of its tokens has the id FIRST + k, which is in no
 vocabulary. So prompts with different images differ, a placeholder that the policy samples is text, and the ids of a
 sample are all that engines and ranks need. Every process reads the same files in the same order and has the same
-numbers. What stands behind a number is decoded when a model or an engine needs it.
+numbers. What a number stands for is decoded when a model or an engine needs it.
 
 The processor says which tokens an image becomes, and what the model gets to see of it.
 """

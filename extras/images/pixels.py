@@ -8,7 +8,7 @@ from PIL import ExifTags, Image, ImageOps
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of Pillow. Others may start programs.
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what Pillow raises for a broken file
-LATE_CHUNKS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # of a PNG. They may tell its orientation behind its pixels.
+LATE_CHUNKS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # of a PNG. They may tell its orientation after its pixels.
 KEY_SCALES = {"L;2": lambda x: x * 85, "L;4": lambda x: x * 17, "RGB;16B": lambda x: tuple(v >> 8 for v in x)}
 
 Source = str | bytes | Image.Image  # a path, what a file holds, or an image

@@ -37,7 +37,7 @@ class RowImages(Attachments):
         return text.replace(PLACE, "")
 
     def in_text(self, text: str) -> str:
-        """The text of a chat template with what belongs in front of and behind its images. Raises ValueError, naming
+        """The text of a chat template with what belongs in front of and after its images. Raises ValueError, naming
         the row, for an image that the model's processor refuses.
         """
         token = self.images.processor.image_token

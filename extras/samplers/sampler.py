@@ -3,7 +3,7 @@
     GLASSRL_SAMPLER_TOKEN=TOKEN python -m extras.samplers --connect tcp://HOST:PORT
 
 The run says which model and which flags. Between two decoding steps the sampler takes new weights, if there are any.
-Responses in flight go on with them behind the tokens that they have. It ends when the run ends or cannot be reached.
+Responses in flight go on with them after the tokens that they have. It ends when the run ends or cannot be reached.
 """
 
 import json

@@ -99,7 +99,7 @@ def prompt_ids(
             ids, _ = attachments[i].in_ids(ids)
         if isinstance(row["prompt"], str):
             front = whole[: is_added.index(0)]  # what the tokenizer puts in front of a text, such as BOS
-            first = next((x for x in ids if tokenizer.decode([x]).strip()), None)  # behind white space
+            first = next((x for x in ids if tokenizer.decode([x]).strip()), None)  # after white space
             ids = ids if first in front else front + ids
         prompts.append(ids)
     return prompts

@@ -2,7 +2,7 @@
 
 A chat template may drop what it gets, such as earlier thoughts, the system message, or a description of a tool. `write`
 finds out, without knowing what a template does to a text (it may escape it, or write a schema as a TypeScript type). It
-renders the row again with a marker behind each word, and each marker has to be in the result.
+renders the row again with a marker after each word, and each marker has to be in the result.
 
 That would double the cost of every row. But rows of the same shape, which means with the same roles, fields and
 numbers, mostly differ in nothing but their texts. A row whose texts all stand in what the template wrote has lost
@@ -177,7 +177,7 @@ def _marked(value: Any, place: str, mark: Mark, metadata: frozenset[str] | None,
 
 def _around(text: str, texts: Iterable[str]) -> str:
     """What stands around `texts` in a text, where they are as they are or escaped, or "" if one is not there. White
-    space is left out. Templates mostly write texts in their order. One that is not behind the others is looked for
+    space is left out. Templates mostly write texts in their order. One that is not after the others is looked for
     elsewhere.
     """
     text, end = "".join(text.split()), 0
@@ -202,7 +202,7 @@ def forms(text: str) -> Iterator[str]:
 def _dropped(text: str, drawn: Drawn) -> int | None:
     """The number of the first text without which the template would have written the same `text`, or None without one.
 
-    A marker behind each word has to be in what the template writes. If one is not, words are marked alone, since the
+    A marker after each word has to be in what the template writes. If one is not, words are marked alone, since the
     template may only have looked them up, such as the name of a tool that is called. The first, the middle and the last
     word without its marker are tried, for a template that cuts texts at a length, which markers change.
 
@@ -212,7 +212,7 @@ def _dropped(text: str, drawn: Drawn) -> int | None:
     texts: list[tuple[str, range]] = []  # each text, and the numbers of its markers
 
     def marked(only: Container[int] | None = None) -> str:
-        """What the template writes of texts with a marker behind each word, or behind some words `only`."""
+        """What the template writes of texts with a marker after each word, or after some words `only`."""
         texts.clear()
 
         def mark(place: str, said: str) -> str:

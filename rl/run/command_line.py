@@ -14,7 +14,7 @@ from rl.ranks import die_with_launcher
 
 
 def with_values(words: Sequence[str], switches: set[str]) -> list[str]:
-    """The words of a command line with a value behind each of the `switches`: --x becomes --x True, and --no-x becomes
+    """The words of a command line with a value after each of the `switches`: --x becomes --x True, and --no-x becomes
     --x False. `--x True`, `--x False` and `--x auto` stay as they are.
     """
     result = []

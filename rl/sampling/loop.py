@@ -7,7 +7,7 @@ may be interrupted while the engine gets new weights.
     for name, samples in loop.run(): ...          each group as soon as it is complete
 
 A partner may answer the policy. Then a response consists of several turns. After each turn the partner is asked, while
-the engine samples the other responses. What it answers is appended with mask 0, and the policy goes on behind it:
+the engine samples the other responses. What it answers is appended with mask 0, and the policy goes on after it:
 
     response   = turn 1 + answer + turn 2 + ...
     mask       =   1    +   0    +   1    + ...             log-probs of answers are 0
@@ -101,7 +101,7 @@ class Partner(Protocol):
     prompt_text: Callable[..., str]
 
     def begin(self, x: Trajectory, seed: int) -> None:
-        """Begin a response of which nothing was sampled. `answers` says what it goes on behind. The seed is that of its
+        """Begin a response of which nothing was sampled. `answers` says after what it goes on. The seed is that of its
         group, whose responses begin alike.
         """
 
@@ -211,7 +211,7 @@ class Loop:
 
     def resume(self) -> None:
         """Let the next `is_open` hand all interrupted or restored responses to the engine, which continues each of them
-        behind the tokens that it has.
+        after the tokens that it has.
         """
         self.pending = [key for key in self.trajectories if key not in self.waiting]
 

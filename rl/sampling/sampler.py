@@ -89,7 +89,7 @@ class Sampler:
 
     def sample(self, policy: nn.Module, step: int, *, stays_awake: bool = False) -> list[Sample]:
         """The responses of a step on all ranks, in the order of `self.rows`, with the G responses to a prompt side by
-        side. The prompts are a pure function of (seed, step), so a resumed run sees those of the unbroken run.
+        side. The prompts depend only on the seed and the step, so a resumed run sees those of the unbroken run.
 
         Args: stays_awake, whether the engine may be asked for more before the policy changes; `sleep` must follow.
         Raises RuntimeError if the engine does not hold the policy's weights, or too many responses get no score.

@@ -40,7 +40,7 @@ def traceback_text() -> str:
 
 def import_file(path: str) -> ModuleType:
     """The module of a user's Python file, which may import its neighbors. Raises whatever importing it raises."""
-    sys.path.append(os.path.dirname(os.path.realpath(path)))  # behind everything else
+    sys.path.append(os.path.dirname(os.path.realpath(path)))  # after everything else
     name = f"users_{zlib.crc32(path.encode())}"  # its stem may be the name of another module
     if (spec := importlib.util.spec_from_file_location(name, path)) is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file: its name does not end with .py")
