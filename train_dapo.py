@@ -166,7 +166,7 @@ def main(args: Args) -> dict[str, float]:
                 raise RuntimeError(
                     f"step {step + 1}: {len(sampled)} groups were sampled in --max-num-gen-batches {num_rounds} "
                     f"rounds, and {len(groups)} are kept, fewer than --train-batch-size {args.train_batch_size}; "
-                    "the data is too easy or too hard, or the bound too low"
+                    "the data is too easy or too hard, or the bound is too low"
                 )
             # Which prompts these are depends only on the seed and the number of the round, so a resumed run sees the
             # same ones.

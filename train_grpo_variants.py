@@ -148,17 +148,17 @@ def validate(args: Args) -> None:
         raise ValueError(f"--loss-mode {args.loss_mode} needs --loss-agg-mode {mean}, its paper's mean")
     keys, weights = args.gdpo_reward_keys, args.gdpo_reward_weights
     if args.adv_estimator == "gdpo" and not keys:
-        raise ValueError("--adv-estimator gdpo compares parts of the score: name them in --gdpo-reward-keys")
+        raise ValueError("--adv-estimator gdpo compares parts of the score; name them in --gdpo-reward-keys")
     if args.adv_estimator != "gdpo" and keys:
         raise ValueError(f"--gdpo-reward-keys {keys} are for --adv-estimator gdpo; add it, or leave them out")
     if len(weights) not in (0, len(keys)):
         raise ValueError(f"--gdpo-reward-weights {weights}: give one for each of --gdpo-reward-keys {keys}, or none")
     if args.adv_estimator in ("gdpo", "max_rl") and args.kl.use_kl_in_reward:
-        raise ValueError(f"--use-kl-in-reward has no place in --adv-estimator {args.adv_estimator}; use --use-kl-loss")
+        raise ValueError(f"--use-kl-in-reward does not go with --adv-estimator {args.adv_estimator}; use --use-kl-loss")
     if args.shuffle_mini_batches and (args.ppo_mini_batch_size or args.train_batch_size) >= args.train_batch_size:
         raise ValueError("--shuffle-mini-batches needs several: lower --ppo-mini-batch-size below --train-batch-size")
     if args.advantage_by == "turn" and (keys or args.kl.use_kl_in_reward):
-        raise ValueError("--advantage-by turn has no form with gdpo, nor with --use-kl-in-reward: use --use-kl-loss")
+        raise ValueError("--advantage-by turn does not go with gdpo or --use-kl-in-reward; use --use-kl-loss")
 
 
 def main(args: Args) -> dict[str, float]:

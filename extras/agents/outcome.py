@@ -51,7 +51,7 @@ def from_json(text: str) -> Outcome:
     except (TypeError, LookupError, RecursionError):
         is_conversation = False
     if not is_conversation:
-        raise ValueError("a response has a conversation that is none")
+        raise ValueError("a response has a malformed conversation")
     if len(rewards) > len(lengths) or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in rewards):
         raise ValueError("a response has rewards of turns that it does not have, or that are not numbers")
     return make_outcome(messages, report, lengths, rewards)

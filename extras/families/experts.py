@@ -113,7 +113,7 @@ def check_shape(checkpoint: str, before: Sequence[int], now: Sequence[int]) -> N
     if before[2] or now[2]:
         raise ValueError(
             f"{checkpoint} is of a model with {before[1]} of {before[2]} experts a token in {before[0]} layers, and "
-            f"--model has {now[1]} of {now[2]} in {now[0]}; give the model that it was, or another --experiment-name "
+            f"--model has {now[1]} of {now[2]} in {now[0]}; give that model, or another --experiment-name "
             "to start anew"
         )
 

@@ -66,7 +66,7 @@ def read(folder: pathlib.Path, ranks: int) -> list[dict[str, Any]]:
             arrays = load_file(tensors) if tensors.is_file() else {}
             states.append(json.loads(file.read_text(), object_hook=lambda x, arrays=arrays: _decoded(x, arrays)))
             if not isinstance(states[-1], dict):
-                raise TypeError(f"it holds a {type(states[-1]).__name__} and no fields")
+                raise TypeError(f"it holds a {type(states[-1]).__name__} instead of fields")
         except (OSError, SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{file} is not loaded: {error!r}") from error
     return states

@@ -174,7 +174,7 @@ def trainer_state(path: pathlib.Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not loaded: {error!r}") from error
     if not isinstance(state, dict):
-        raise ValueError(f"{file} holds a {type(state).__name__} and no fields")
+        raise ValueError(f"{file} holds a {type(state).__name__} instead of fields")
     for field, (requirement, holds) in FIELDS.items():
         if (field in state or field not in NEWER) and not holds(state.get(field)):
             raise ValueError(f"{file}: the field {field} is {state.get(field)!r:.60}, and must be {requirement}")

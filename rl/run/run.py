@@ -298,10 +298,10 @@ class Run:
         if self.skipped_updates == MAX_SKIPPED_UPDATES:
             raise RuntimeError(
                 f"step {self.step + 1}: three updates in a row were useless, the last one with gradient norm {norm} "
-                f"over {num_tokens:.0f} tokens that are learned from; if a norm is not finite lower the learning rate, "
-                "if there are no tokens look at the rewards, at what is filtered out, and at what an environment says "
-                "first, which must leave room in --max-response-length; "
-                f"the step's batch is in {self.folder.save_batch(self.step + 1, batch)}"
+                f"over {num_tokens:.0f} tokens that are learned from. If a norm is not finite, lower the learning "
+                "rate. If there are no tokens, look at the rewards, at what is filtered out, and at the first message "
+                "of an environment, which must leave room in --max-response-length. "
+                f"The step's batch is in {self.folder.save_batch(self.step + 1, batch)}"
             )
 
     def refresh(self, reference: PreTrainedModel, policy: PreTrainedModel) -> None:

@@ -330,7 +330,7 @@ def test_gdpo_compares_the_parts_of_a_score(variants, tmp_path):
         (dict(adv_estimator="gdpo", gdpo_reward_keys=("a",), use_kl_in_reward=True), "--use-kl-in-reward .* gdpo; use"),
         (dict(adv_estimator="max_rl", use_kl_in_reward=True), "--use-kl-in-reward .* max_rl; use --use-kl-loss"),
         (dict(shuffle_mini_batches=True), "--shuffle-mini-batches needs several: lower --ppo-mini-batch-size"),
-        (dict(advantage_by="turn", use_kl_in_reward=True), "--advantage-by turn has no form with gdpo"),
+        (dict(advantage_by="turn", use_kl_in_reward=True), "--advantage-by turn does not go with gdpo"),
         (dict(ref_update_steps=2), "--ref-update-steps 2 needs --use-kl-loss or --use-kl-in-reward"),
         (dict(loss_mode="luspo"), "--loss-mode luspo needs --loss-agg-mode seq-mean-token-sum"),
         (dict(loss_mode="gspo"), "--loss-mode gspo needs --loss-agg-mode seq-mean-token-mean"),
