@@ -85,7 +85,10 @@ def train(folder: str, *edits: tuple[str, str], quiet: bool = True, **flags: Any
     Args: folder, of the run, which is deleted first; edits, pairs of a text that train_grpo.py has once and what
     replaces it in the copy; quiet, whether to print nothing; flags of the script.
     """
+    from rl import stop
     from rl.flags import build
+    from rl.ranks import shutdown_ranks
+    from rl.run import watchdog
 
     path = Path(folder)
     shutil.rmtree(path, ignore_errors=True)
@@ -102,8 +105,14 @@ def train(folder: str, *edits: tuple[str, str], quiet: bool = True, **flags: Any
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
-        module.main(build(module.Args, default_local_dir=str(path), **flags))
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+            module.main(build(module.Args, default_local_dir=str(path), **flags))
+    except BaseException:  # a mistake in an edit: without this, the watchdog would end the notebook in an hour
+        watchdog.stop()
+        stop.end()
+        shutdown_ranks()
+        raise
     if not quiet:
         print(*(line for line in printed.getvalue().splitlines() if line.startswith("step ")), sep="\n")
     return path

@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import launch
 import pytest
+import torch.distributed as dist
 from launch import ROOT
 from test_docs import long_sentences
 
+from rl import stop
+from rl.run import watchdog
 from tools import afternoon
 
 ELSEWHERE = ROOT / "tests" / "systems" / "elsewhere"  # hides vLLM and Linux, see tests/systems/test_systems.py
@@ -144,6 +147,19 @@ def test_responses_have_the_colors_of_the_viewer(tmp_path):
     fills = re.findall(r'fill="rgba\(([\d,]+),([\d.]+)\)"', svg)
     assert fills == [(afternoon.GREEN, "0.375")] * 3 + [(afternoon.RED, "0.750")] * 3
     assert [svg.count(f">{sign}</text>") for sign in ("4", "⏎", "■")] == [2, 2, 2]
+
+
+@pytest.mark.usefixtures("runs_here")
+def test_a_run_with_a_mistake_leaves_nothing_behind(short):
+    """So that the notebook can go on with the next cell."""
+    runs = short.parent / "runs"
+    mistake = ('run.may_stop_after("adv")', 'raise RuntimeError("my mistake")')
+    flags = dict(engine="hf", max_prompt_length=32, max_response_length=8, train_batch_size=2, rollout_n=2, save_freq=0)
+    train_files, val_files = ((str(runs / f"data/{name}.parquet"),) for name in ("train", "test"))
+    data = dict(model=str(runs / "sft/global_step_60/huggingface"), train_files=train_files, val_files=val_files)
+    with pytest.raises(RuntimeError, match="my mistake"):
+        afternoon.train(str(runs / "failed"), mistake, total_training_steps=1, test_freq=-1, **flags, **data)
+    assert not dist.is_initialized() and not stop.is_armed() and watchdog._limit_s is None
 
 
 def test_an_edit_must_fit_the_script(tmp_path):
