@@ -268,7 +268,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_no_weight_and_its_bat
     lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [x["actor/skipped_updates"] for x in lines] == [1.0, 1.0] and lines[0]["actor/grad_norm"] is None
     files = [tmp_path / "run" / f"bad_batch_step_3_rank_{rank}.safetensors" for rank in (0, 1)]
-    assert printed.count(f"the step's batch is in {tmp_path / 'run' / 'bad_batch_step_3_rank_*.safetensors'}") == 2
+    assert printed.count(f"The step's batch is in {tmp_path / 'run' / 'bad_batch_step_3_rank_*.safetensors'}") == 2
     parts = [load_file(file) for file in files]
     order = torch.cat([part["rows"] for part in parts]).argsort()  # each rank has the rows that it trains on
     assert min(len(part["rows"]) for part in parts) > 0
