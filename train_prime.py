@@ -5,9 +5,9 @@
 
 Process Reinforcement through Implicit Rewards (PRIME, arXiv 2502.01456). A second language model, the process reward
 model (PRM), learns from whole responses which are right and which are wrong. Its log-probs then give a reward for each
-token, although nobody has judged a single token. Let response i have n scored responses in its group. q_it is the
-log-prob of its token t by the PRM, minus that by the PRM before training. a_i is 1 if the response is right, and s_i is
-its score.
+token, although nobody has judged a single token. Let n be the number of scored responses in the group of response i.
+q_it is the log-prob of its token t by the PRM, minus that by the PRM before training. a_i is 1 if the response is
+right, and s_i is its score.
 
     PRM's loss     -a_i log sigmoid(beta sum_t q_it) - (1 - a_i) log sigmoid(-beta sum_t q_it), mean over responses
     token reward   r_it = beta q_it, 0 for the last token; divided by the largest |sum of r to the end| of the step

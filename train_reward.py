@@ -1,4 +1,4 @@
-"""Reward modelling: learn a score from pairs of responses of which a human, or a rule, preferred one.
+"""Reward modeling: learn a score from pairs of responses of which a human, or a rule, preferred one.
 
     torchrun train_reward.py --model Qwen/Qwen2.5-1.5B-Instruct --train-files data/preferences/train.parquet
 

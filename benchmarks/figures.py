@@ -133,7 +133,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
 
 
 def main(results: Path = RESULTS) -> None:
-    """Draw all figures into their folders of `results`, in 256 colours, which makes the files small."""
+    """Draw all figures into their folders of `results`, in 256 colors, which makes the files small."""
     for name, draw in FIGURES.items():
         path = results / name
         draw(path)

@@ -1,4 +1,4 @@
-"""Write a randomly initialised Qwen of a named shape: real memory and speed where no weights can be downloaded.
+"""Write a randomly initialized Qwen of a named shape: real memory and speed where no weights can be downloaded.
 
     python benchmarks/make_model.py --shape 1.5B --tokenizer path/to/qwen2_tokenizer --out models/qwen-1.5b-random
 

@@ -171,7 +171,7 @@ def save_model(
     chat_template: str = CHAT_TEMPLATE,
     context: int = 128,
 ) -> None:
-    """Write the tokenizer and the randomly initialised model, and check that the tokenizer survives the round trip.
+    """Write the tokenizer and the randomly initialized model, and check that the tokenizer survives the round trip.
 
     Args: context, the most tokens of a sequence; the others are those of `make_tokenizer`.
     """

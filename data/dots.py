@@ -136,7 +136,7 @@ class Args:
 
 
 def draw(count: int, rng: random.Random) -> bytes:
-    """A PNG with this many dots of random colours and places, on a dark ground."""
+    """A PNG with this many dots of random colors and places, on a dark ground."""
     image = Image.new("RGB", (SIDE, SIDE), tuple(rng.randrange(60) for _ in range(3)))
     pen, cell = ImageDraw.Draw(image), SIDE // CELLS
     for where in rng.sample(range(CELLS**2), count):
@@ -178,7 +178,7 @@ def make_tokenizer(family: Family) -> PreTrainedTokenizerFast:
 
 
 def save_model(folder: Path, name: str = "qwen3_vl", seed: int = 0) -> None:
-    """Write the tokenizer, the image processor and the randomly initialised model of a family."""
+    """Write the tokenizer, the image processor and the randomly initialized model of a family."""
     family = FAMILIES[name]
     tokenizer = make_tokenizer(family)
     tokenizer.save_pretrained(folder)

@@ -230,7 +230,7 @@ def _strictly_same_expression(answer: str, gold: str) -> bool:
     """GRAIL's equality: as text, as floats within 1e-6, or symbolically. An empty side equals nothing."""
     if not answer or not gold:
         return False
-    a, b = _normalise(answer), _normalise(gold)
+    a, b = _normalize(answer), _normalize(gold)
     if a == b:
         return True
     try:
@@ -240,7 +240,7 @@ def _strictly_same_expression(answer: str, gold: str) -> bool:
     return near or _symbolically_equal(a, b)
 
 
-def _normalise(text: str) -> str:
+def _normalize(text: str) -> str:
     text = re.sub(r"\\[dtc]frac", r"\\frac", text.strip())
     text = re.sub(r"\\(?:left|right)\b|\\[,!;:]", "", text)
     return re.sub(r"\s+", "", text).lower()
@@ -257,7 +257,7 @@ _POWER = re.compile(r"(.)\*\*(?:-?(\d{1,2})|\(-?(\d{1,2})(?:/\d{1,2})?\)|[a-z](?
 
 
 def _is_harmless(text: str) -> bool:
-    """Whether sympy may see the normalised text: a formula of letters, short numbers and small powers.
+    """Whether sympy may see the normalized text: a formula of letters, short numbers and small powers.
 
     `parse_expr` evaluates Python, so strings, underscores, attributes and subscripts are refused. So is what can take
     for ever: numbers of more than 15 digits, `1e9`, other exponents than _POWER's, towers of powers, and factorials of
@@ -275,7 +275,7 @@ def _is_harmless(text: str) -> bool:
 
 
 def _symbolically_equal(a: str, b: str) -> bool:
-    """sympy's verdict on two normalised texts with its default rules: no LaTeX, no `2x`, `^` is XOR.
+    """sympy's verdict on two normalized texts with its default rules: no LaTeX, no `2x`, `^` is XOR.
 
     Unlike GRAIL's, only texts that `_is_harmless` allows are evaluated, and only with SYMBOLIC_NAMES, `abs`, `max` and
     `min` as functions. Other names that sympy or Python define make them unequal.

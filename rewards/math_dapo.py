@@ -23,7 +23,7 @@ def compute_score(
     then what follows the last `=` of each. The latter is left out if the truth is an equation in letters, since `x - 3z
     = 0` is not right because it ends with 0.
 
-    Deliberate differences from verl's scorer of the same name, which compares normalised strings:
+    Deliberate differences from verl's scorer of the same name, which compares normalized strings:
       - equal values are equal: `42.`, `42.0`, `84/2` and `**42**` are 42, also in the fallback box;
       - `**Answer**: 42` is an answer line;
       - an article before the number is not dropped: `Answer: a 42` is wrong;

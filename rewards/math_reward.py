@@ -1,6 +1,6 @@
 r"""Grade the last `\boxed{}` of an answer to a problem of MATH, or to any task whose answer is an expression.
 
-Three steps, from cheap to dear: equal text after normalisation (latex_names.py), equal numbers by exact arithmetic, and
+Three steps, from cheap to dear: equal text after normalization (latex_names.py), equal numbers by exact arithmetic, and
 equal formulas (math_equality.py, with sympy). Answers are written by a policy that is paid for being called right, so
 the third step is guarded: sympy sees only answers that are small and use no notation that the reference does without.
 Everything else is wrong at once.
@@ -30,7 +30,7 @@ def compute_score(
     to the next space or dollar sign. No box, a last box that is never closed and a box of more than 512 characters are
     wrong. What is equal is said in `equal`.
 
-    Deliberate differences from verl's scorer of the same name, which compares normalised strings:
+    Deliberate differences from verl's scorer of the same name, which compares normalized strings:
       - equal values are equal: `2.0` and `2`, `1,000` and `1000`, `10\sqrt{2}` and `\sqrt{200}`, `2(k+1)` and `2k+2`;
       - `\fbox{3}` and `\boxed 7` are answers (verl finds but then rejects the first, and reads on in the second);
       - `y=5` is not `x=5` (verl drops both left sides); `5` is either (verl agrees).
@@ -97,7 +97,7 @@ def equal(answer: str, truth: str | int) -> bool:
         )
     if len(answer) > MAX_ANSWER:
         return False
-    text, gold = _normalise(answer), _normalise(str(truth))
+    text, gold = _normalize(answer), _normalize(str(truth))
     if not text or len(text) > MAX_ANSWER:
         return False
     text, gold = _without_names(text, gold)
@@ -180,7 +180,7 @@ _SET_OF_REALS = re.compile(r"\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?[|:](
 _TRAILING_UNITS = re.compile(rf"(.*[0-9.}}])\s*(?<![A-Za-z\\])(?:(?:{_UNITS})\b[\s.]*)+(?:\^[23])?")
 
 
-def _normalise(latex: str) -> str:
+def _normalize(latex: str) -> str:
     """One spelling for what looks the same. A value loses its units."""
     text = "".join(c if c in KEPT_NAME else _character(c) for c in latex)
     if r"\begin" not in text and "matrix" not in text:  # there two backslashes end a row

@@ -305,7 +305,7 @@ def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
 def step_by_prompt(step: Callable = hf.Engine.step) -> Callable:
     """A `step` of the hf engine that samples all responses to one row of `sample_groups` to their end.
 
-    They depend on the prompt and the weights alone: not on seed, rank or neighbours.
+    They depend on the prompt and the weights alone: not on seed, rank or neighbors.
     """
 
     def whole_group(engine):

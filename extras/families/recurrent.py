@@ -1,7 +1,7 @@
 """Recurrent layers over packed sequences: gated delta nets, Mamba, short convolutions.
 
 Such a layer carries a state from token to token, and its convolution sees the last few tokens. In a packed row both
-would run from one sequence into the next. So a sequence shares no beginning with its neighbour, and the layer gets
+would run from one sequence into the next. So a sequence shares no beginning with its neighbor, and the layer gets
 
     borders   where sequences begin, if its kernels take that: the gated delta rule of flash-linear-attention, the scan
               of mamba-ssm. The convolution is causal-conv1d's, or without that package the one below.

@@ -178,7 +178,7 @@ def _bytes(xs: Iterable[torch.Tensor]) -> int:
 
 def largest_micro_batch(max_tokens: int, max_length: int, vocabulary: int) -> Batch:
     """Sequences of `max_length` tokens, all but the first sampled, as many as `max_tokens` hold but at least one, and a
-    shorter one of what is left. Neighbours have nothing in common, which would be computed once. The tokens are drawn
+    shorter one of what is left. Neighbors have nothing in common, which would be computed once. The tokens are drawn
     from the vocabulary, always the same ones: equal tokens would all be sent to the same few experts.
     """
     count, rest = divmod(max(max_tokens, max_length), max_length)

@@ -7,7 +7,7 @@ Prompts are numbered 0, 1, 2, ... in the order in which a run trains on them. Ea
                     +-- it is lost -+-> dropped: its sampler was lost while it had nothing else
 
 - A step trains on the P lowest numbers that are not trained or dropped, whoever is done first. So short responses are
-  not favoured, and the order of prompts depends on nothing but the run's seed.
+  not favored, and the order of prompts depends on nothing but the run's seed.
 - Numbers are drawn while (drawn - dropped) < P * (version + 1 + S). Version v is the weights that v steps have made,
   S is --max-staleness. So no token is older than S versions when it is trained on, and nothing is thrown away for age.
 - A number that its sampler has lost is handed out again, before all others. Only its holder's result counts.

@@ -1,4 +1,4 @@
-"""Preference optimisation: which responses to a prompt are compared. What a comparison costs stands in train_dpo.py.
+"""Preference optimization: which responses to a prompt are compared. What a comparison costs stands in train_dpo.py.
 
 P prompts, G responses to each, N pairs of one chosen and one rejected response. Every function is pure, asserts the
 shape that it expects, and has the same arguments and result:

@@ -305,7 +305,7 @@ def test_pairs_by_hand():
     assert alone[0].micro_batches == [[0, 1, 2, 3], [6, 7], [4, 5]]
     [alone] = plans(lengths, 1, mini_batch_size=8, max_tokens=6, rows_per_unit=2)  # also where one has more than that
     assert sorted(alone[0].micro_batches) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    shared = [0, 3, 1, 1, 0, 1, 0, 5]  # 4 | 1 + 1 | 6 | 5 tokens, where neighbours meet
+    shared = [0, 3, 1, 1, 0, 1, 0, 5]  # 4 | 1 + 1 | 6 | 5 tokens, where neighbors meet
     [alone] = plans(lengths, 1, mini_batch_size=8, max_tokens=6, shared=shared, rows_per_unit=2)
     assert sorted(alone[0].micro_batches) == [[0, 1, 2, 3], [4, 5], [6, 7]]
     first, second = plans(lengths, 2, mini_batch_size=4, max_tokens=10, rows_per_unit=2)

@@ -40,7 +40,7 @@ def ranks(request, measured):
 
 
 def owner(k, size, prompts=7):
-    """The rank that sampled response k: prompts are shared out in neighbours."""
+    """The rank that sampled response k: prompts are shared out in neighbors."""
     [rank] = [r for r in range(size) if k // N in range(prompts * r // size, prompts * (r + 1) // size)]
     return rank
 
@@ -90,7 +90,7 @@ def test_neither_texts_nor_tokens_are_sent_to_tell_of_responses(ranks):
             assert len(payload) < 1000 + 200 * len(own)
 
 
-def test_what_neighbours_share_is_told_by_the_rank_that_has_both(ranks):
+def test_what_neighbors_share_is_told_by_the_rank_that_has_both(ranks):
     for k, r in enumerate(ranks[0]["responses"]):
         if k % N == 0:
             assert r["shared"] == 0
@@ -177,7 +177,7 @@ def test_all_ranks_plan_the_same_updates(ranks, name):
         assert [len(u.rows) for u in updates] == [6, 6, 6, 3] and sorted(i for u in updates for i in u.rows) == [
             *range(21)
         ]
-        assert all(u.rows == sorted(u.rows) and max(u.rows) - min(u.rows) > size for u in updates)  # no neighbours
+        assert all(u.rows == sorted(u.rows) and max(u.rows) - min(u.rows) > size for u in updates)  # no neighbors
     else:
         assert [u.rows for u in updates] == [[*range(i, min(i + size, count))] for i in range(0, count, size)]
     assert ranks[0]["cuts"][name]["scores"].isnan().tolist() == [k in step.UNSCORED for k in chosen]
@@ -197,7 +197,7 @@ def micro_batches(responses, max_tokens, *models):
     return sorted(update.micro_batches)
 
 
-def test_tokens_that_neighbours_share_are_counted_once():
+def test_tokens_that_neighbors_share_are_counted_once():
     rows = [{"row_index": 0, "prompt_ids": [1, 2]}, {"row_index": 1, "prompt_ids": [1, 3]}]
     tokens = [(0, [9, 9, 9]), (0, [7, 7, 7]), (0, [7, 7, 8]), (1, [7, 7])]
     samples = [sample(rows[i]["prompt_ids"], ids, row_index=i) for i, ids in tokens]
@@ -366,7 +366,7 @@ def test_groups_that_wait_are_shared_out_anew_after_a_resume(ranks, size):
                 assert r.finish_reason == s.finish_reason
                 assert r.outcome == (s.outcome and s.outcome._replace(text="", extra_info={}, record={}))
                 assert r.prompt_ids.tolist() == s.prompt_ids.tolist() and r.rank == j * size // 3
-                assert r.number == N * j + k % N  # neighbours, whose shared tokens are known
+                assert r.number == N * j + k % N  # neighbors, whose shared tokens are known
                 assert (r.response_ids is not None) == (r.rank == here)
                 assert r.data_source == "math"
                 if r.response_ids is not None:

@@ -104,10 +104,10 @@ def test_mean_and_deviation_of_groups_match_hand_values():
 
 def test_grpo_matches_hand_values():
     rewards, lengths = f64([[1.0, 0.0, 0.0]]), torch.ones(1, 3)
-    centred, std = (2 / 3, -1 / 3, -1 / 3), math.sqrt(1 / 3)  # ddof=1: (4/9 + 1/9 + 1/9) / 2
-    check(advantages.grpo(rewards, lengths), [[x / (std + 1e-6) for x in centred]])
-    check(advantages.grpo(rewards, lengths, norm_by_std=False), [list(centred)])
-    check(advantages.grpo(rewards, lengths, eps=1.0), [[x / (std + 1) for x in centred]])
+    centered, std = (2 / 3, -1 / 3, -1 / 3), math.sqrt(1 / 3)  # ddof=1: (4/9 + 1/9 + 1/9) / 2
+    check(advantages.grpo(rewards, lengths), [[x / (std + 1e-6) for x in centered]])
+    check(advantages.grpo(rewards, lengths, norm_by_std=False), [list(centered)])
+    check(advantages.grpo(rewards, lengths, eps=1.0), [[x / (std + 1) for x in centered]])
 
 
 def test_grpo_batch_matches_hand_values():
@@ -231,8 +231,8 @@ def test_token_baselines_do_not_depend_on_who_has_which_row():
 def test_reinforce_plus_plus_baseline_equals_whitening_over_tokens(world):
     rewards, lengths = torch.rand(4, 3, dtype=torch.float64), torch.randint(1, 9, (4, 3))
     mask = torch.arange(9) < lengths.reshape(-1, 1)
-    centred = (rewards - rewards.mean(-1, keepdim=True)).reshape(-1, 1)
-    tokens = whiten(world, centred.expand(-1, 9), mask)
+    centered = (rewards - rewards.mean(-1, keepdim=True)).reshape(-1, 1)
+    tokens = whiten(world, centered.expand(-1, 9), mask)
     actual = advantages.reinforce_plus_plus_baseline(rewards, lengths).reshape(-1, 1)
     torch.testing.assert_close(actual * mask, tokens, rtol=1e-12, atol=1e-12)
 

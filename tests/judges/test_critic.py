@@ -116,7 +116,7 @@ def test_the_value_at_t_is_read_off_the_hidden_state_at_t_minus_1(judge, batch):
 
 
 @torch.no_grad()
-def test_values_ignore_padding_neighbours_and_the_token_they_precede(judge, batch):
+def test_values_ignore_padding_neighbors_and_the_token_they_precede(judge, batch):
     model = packed_critic(judge)
     values = critic.token_values(model, batch)
     padding = torch.arange(batch.input_ids.shape[1]) >= batch.lengths[:, None]

@@ -137,7 +137,7 @@ def test_a_last_token_equal_to_the_padding_counts(judge, packed):
 
 
 @torch.no_grad()
-def test_scores_do_not_depend_on_neighbours_or_padding(packed):
+def test_scores_do_not_depend_on_neighbors_or_padding(packed):
     batch = make_batch()
     together = scalar_models.sequence_scores(packed, batch)
     for i in range(8):

@@ -1,4 +1,4 @@
-"""What neighbouring rows have in common is computed once, and nothing changes by it."""
+"""What neighboring rows have in common is computed once, and nothing changes by it."""
 
 import math
 from itertools import pairwise

@@ -145,7 +145,7 @@ def test_cheats_earn_nothing():
         assert score(program)["acc"] == 0
 
 
-def test_asserts_hold_in_an_optimised_interpreter():
+def test_asserts_hold_in_an_optimized_interpreter():
     """python -O drops assert statements: every program would pass."""
     truth = {"inputs": ["1"], "outputs": ["1"]}
     program = f"from rewards import programs\nprint(programs.compute_score('', 'print(2)', {truth})['acc'])"

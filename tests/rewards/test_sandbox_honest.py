@@ -287,7 +287,7 @@ class One:
     def __new__(cls, *a):
         cls.one = cls.one or object.__new__(cls)
         return cls.one
-class Colour:
+class Color:
     known = {}
     def __new__(cls, name): return cls.known.setdefault(name, object.__new__(cls))
 def node(x): return Node(x, [1])
@@ -407,7 +407,7 @@ GROUPS = {
         "assert node(2) == Node(2) and node(2) != Node(3) and node(2).number == 3", "assert rect(3) == Rect(3, 2) == Rect(a=3) and rect(3) != Rect(3, 3) and Rect(3).area == 6", "assert Named(name='a') == Named(name='a')",
         "assert Line(rect(1), rect(2)) == Line(Rect(1), Rect(2)) and Line(rect(1), rect(2)) != Line(Rect(1), Rect(1))", "b = Bank()\na = b.get()\nassert a == Account(0)\nb.pay(5)\nassert a == Account(5) and a.total == 5",
         "d = Deck()\nd.push(1)\nassert d == [1]\nd.push(2)\nassert d == [1, 2] and list(reversed(d)) == [2, 1]", "d = Doubles()\nassert d[2] == 4 and d == {2: 4}", "assert One() is One() and One() == One()",
-        "assert Colour('a') is Colour('a') and Colour('a') == Colour('a') and Colour('a') != Colour('b')", "x, n = chain(500), 0\nwhile x: x, n = x.kids, n + 1\nassert n == 500", "n = Node(1)\nn.add(n)\nassert n.kids[0] is n and n.kids[0].value == 1",
+        "assert Color('a') is Color('a') and Color('a') == Color('a') and Color('a') != Color('b')", "x, n = chain(500), 0\nwhile x: x, n = x.kids, n + 1\nassert n == 500", "n = Node(1)\nn.add(n)\nassert n.kids[0] is n and n.kids[0].value == 1",
         "nodes = [Node(i) for i in range(200)]\nfor a, b in zip(nodes, nodes[1:]): a.add(b)\nassert nodes[0].kids[0] == Node(1)",
     ]),
     "other ways": (OTHERS, {}, [

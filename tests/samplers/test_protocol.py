@@ -32,7 +32,7 @@ def sample_of_numbers():
     return Sample(*arrays, finish_reason="stop", row_index=3, outcome=outcome, columns=columns)
 
 
-def travelled(packed):
+def traveled(packed):
     return msgspec.msgpack.decode(msgspec.msgpack.encode(packed), type=protocol.PackedSample)
 
 
@@ -54,7 +54,7 @@ def test_a_row_travels_whole_to_environments_and_without_them_its_prompt_does():
 
 def test_a_sample_travels_whole():
     sample = sample_of_numbers()
-    found = protocol.unpack(travelled(protocol.pack(sample)), ROW, WAY, 10, range(4, 6))
+    found = protocol.unpack(traveled(protocol.pack(sample)), ROW, WAY, 10, range(4, 6))
     for field in dataclasses.fields(Sample):
         np.testing.assert_equal(getattr(found, field.name), getattr(sample, field.name), err_msg=field.name)
 
@@ -102,7 +102,7 @@ def test_a_sample_that_no_engine_has_sampled_is_refused(changes, words):
     for name, value in changes.items():
         setattr(packed, name, value)
     with pytest.raises(ValueError, match=words):
-        protocol.unpack(travelled(packed), ROW, WAY, 10, range(4, 6))
+        protocol.unpack(traveled(packed), ROW, WAY, 10, range(4, 6))
 
 
 def test_a_sample_longer_than_the_limit_is_refused():

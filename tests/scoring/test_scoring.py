@@ -1014,7 +1014,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neighbour import VALUE
+from neighbor import VALUE
 
 
 @dataclass
@@ -1036,7 +1036,7 @@ constant = 3
 
 @pytest.fixture
 def file(tmp_path):
-    (tmp_path / "neighbour.py").write_text("VALUE = 0.5\n")
+    (tmp_path / "neighbor.py").write_text("VALUE = 0.5\n")
     path = tmp_path / "mine.py"
     path.write_text(SOURCE)
     return path

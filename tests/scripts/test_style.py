@@ -462,6 +462,7 @@ NEVER_RIGHT = {
     r"(?i)\bso (many|much)\b(?! (that|as))": "say `this many` or `a given number of`",
     r"(?i)\blikewise\b": "say what it does, or `in the same way`",
     r"(?i)\bmend(s|ed)?\b": "say `fix`",
+    r"(?i)neighbour|colour|behaviour|favour|modelling|(optim|normal|initial)is(e|ing|ation)": "spell it in American",
 }
 
 
@@ -498,7 +499,7 @@ def test_no_sentence_has_a_phrase_that_is_never_right():
 
 def test_phrases_that_are_never_right_are_found():
     wrong = ["takes 128 prompts a step", "once a process.", "10 ms a token", "all but for one", "rows a step sees"]
-    wrong += ["after so many steps", "likewise", "Mend it."]
+    wrong += ["after so many steps", "likewise", "Mend it.", "its neighbours", "normalised"]
     assert len(phrases_in(("x.md", i, line) for i, line in enumerate(wrong))) == len(wrong)
     right = [
         "128 prompts per step",

@@ -30,7 +30,7 @@ RESPONSES = ["3", "it is 9, I think", ""]
 def backward(
     model: nn.Module, batch: Batch, pairs: Sequence[int], *, max_tokens: int, rank: int = 0, world_size: int = 1
 ) -> float:
-    """This rank's micro-batches of one step over pairs of neighbouring rows; returns its share of the loss."""
+    """This rank's micro-batches of one step over pairs of neighboring rows; returns its share of the loss."""
     lengths = batch.lengths.view(-1, 2).sum(1).tolist()
     total = 0.0
     for micro in plan_micro_batches(lengths, pairs, world_size=world_size, max_tokens=max_tokens)[rank]:

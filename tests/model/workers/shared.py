@@ -37,7 +37,7 @@ def group_batch() -> Batch:
         prompt = draw(prompt_length)
         samples += [Sample(prompt, draw(n), [1] * n, [0.0] * n, "stop", index) for n in lengths]
     samples[2].response_ids[:] = samples[1].response_ids  # the same response twice
-    samples[-1].response_ids[:6] = samples[-2].response_ids[:6]  # and one that begins as its neighbour does
+    samples[-1].response_ids[:6] = samples[-2].response_ids[:6]  # and one that begins as its neighbor does
     samples[3].response_mask[4:8] = [0] * 4
     samples[5].response_mask[:] = [0] * 8
     return collate(samples, pad_id=0)
