@@ -82,7 +82,7 @@ def stub(code: str, tests: str) -> str:
 def to_row(source_row: dict[str, Any], split: str, index: int, show_tests: bool = False) -> dict:
     """One row in verl's RL schema.
 
-    The prompt names the function, by its first line in the reference solution: nobody can guess that the tests call
+    The prompt names the function, by its first line in the reference solution. Nobody can guess that the tests call
     `is_woodall`. It does not show the tests unless `show_tests`.
 
     Raises:

@@ -212,7 +212,7 @@ def _strict_gold(ground_truth: str) -> str:
     marked = re.findall(r"####\s*(\S.*)", ground_truth)
     numbers = re.findall(r"[-+]?\d+(?:[.,]\d+)?", ground_truth)
     gold = marked[-1] if marked else numbers[-1].replace(",", "") if numbers else ""
-    return re.sub(r"[\s.]+$", "", gold.strip().lower())  # an answer never ends so: it is cut at its last digit
+    return re.sub(r"[\s.]+$", "", gold.strip().lower())  # an answer never ends so. It is cut at its last digit.
 
 
 # --- MATH ------------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def _normalize(text: str) -> str:
 
 MAX_SYMBOLIC = 50  # characters. Simplifying a sum of ten fractions takes minutes.
 MAX_POWER = 1000  # product of all exponents of one side
-MAX_POWER_OF_SUM = 4  # product of the exponents of brackets that hold letters: these may be multiplied out
+MAX_POWER_OF_SUM = 4  # product of the exponents of brackets that hold letters. These may be multiplied out.
 SYMBOLIC_NAMES = (
     "sqrt cbrt pi sin cos tan cot sec csc asin acos atan sinh cosh tanh log ln exp gcd lcm floor ceiling".split()
 )

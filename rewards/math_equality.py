@@ -48,7 +48,7 @@ def same(answer: Any, truth: Any) -> bool:
       difference of 5e-13 is allowed.
     - Expressions with variables are the same if they agree, in this sense, at random rational points.
     - Tuples, matrices and intervals are the same entry by entry, and sets in any order.
-    - Equations and inequalities: see `_same_relations`.
+    - Equations and inequalities, see `_same_relations`.
     """
     if _relations(answer) is not None or _relations(truth) is not None:
         return _same_relations(answer, truth)

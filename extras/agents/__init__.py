@@ -72,7 +72,7 @@ def check_rows(flags: EnvironmentFlags, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def with_tools(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """The row with its column `tools` checked, or without it if it is empty: see `schemas.with_tools`."""
+    """The row with its column `tools` checked, or without it if it is empty, see `schemas.with_tools`."""
     if "tools" not in row:
         return row
     from extras.agents import schemas
@@ -81,7 +81,7 @@ def with_tools(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def check_calls(calls: Any, where: str) -> list[dict]:
-    """The `tool_calls` of a message in one form: see `schemas.check_calls`. Raises ValueError if they have none."""
+    """The `tool_calls` of a message in one form, see `schemas.check_calls`. Raises ValueError if they have none."""
     from extras.agents import schemas
 
     return schemas.check_calls(calls, where)
@@ -104,21 +104,21 @@ def metrics_of(responses: Sequence[Any]) -> dict[str, float]:
 
 
 def token_rewards(responses: Sequence[Any], batch: Any) -> Any:
-    """The reward of every token of a batch, with what environments gave at the ends of turns: see `outcome.py`."""
+    """The reward of every token of a batch, with what environments gave at the ends of turns, see `outcome.py`."""
     from extras.agents import outcome
 
     return outcome.token_rewards(responses, batch)
 
 
 def returns_by_turn(responses: Sequence[Any], n: int) -> tuple[Any, Any]:
-    """What was earned from each turn on, and the lengths of turns, for n responses to each prompt: see `outcome.py`."""
+    """What was earned from each turn on, and the lengths of turns, for n responses to each prompt, see `outcome.py`."""
     from extras.agents import outcome
 
     return outcome.returns_by_turn(responses, n)
 
 
 def at_turns(values: Any, mask: Any) -> Any:
-    """Each token gets the value of its turn: see `turns.py`."""
+    """Each token gets the value of its turn, see `turns.py`."""
     from extras.agents import turns
 
     return turns.at_turns(values, mask)

@@ -6,7 +6,7 @@
 2. A call's marker, such as <tool_call>, counts if what follows begins like a call (a bracket, or <function=), or if it
    begins a line and its closing tag ends one. Such a call that cannot be read is reported as unreadable. Any other
    mention of a marker, and each one directly after a backtick, is prose.
-3. JSON keeps the types that the policy wrote. A value in XML has none, so the tool's schema decides: see `_typed`.
+3. JSON keeps the types that the policy wrote. A value in XML has none, so the tool's schema decides, see `_typed`.
 """
 
 import json

@@ -166,7 +166,7 @@ class Chat:
     def told(self, messages: Sequence[dict], *, has_turn: bool) -> str:
         """The text that messages add after the prompt or after a turn, and what makes the policy speak.
 
-        Raises ValueError if the template does not only append them: it may move a system message to the top, merge two
+        Raises ValueError if the template does not only append them. It may move a system message to the top, merge two
         messages of one role, or leave one out. Raises what the template raises, such as jinja2.TemplateError.
         """
         text = self._render([USER, SAID][: 1 + has_turn] + [*messages], True)

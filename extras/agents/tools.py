@@ -23,7 +23,7 @@ class Call(NamedTuple):
 
     id: str
     name: str
-    arguments: dict[str, Any] | None  # None: it could not be read
+    arguments: dict[str, Any] | None  # None if it could not be read
 
 
 class Reply(NamedTuple):
@@ -35,7 +35,7 @@ class Reply(NamedTuple):
 
 
 class Tools:
-    """The environment of --tools: it makes the calls of a turn, side by side, and ends with a turn without calls."""
+    """The environment of --tools. It makes the calls of a turn, side by side, and ends with a turn without calls."""
 
     def __init__(self, functions: dict[str, Callable], most: int):
         self.functions, self.most, self.calls, self.errors = functions, most, 0, 0

@@ -23,7 +23,7 @@ from rl.scoring import guard
 from rl.scoring.worker import as_number, awaited, traceback_text
 
 MAX_ANSWER = 64 << 20  # bytes of one answer
-MAX_REPORT = 1 << 20  # characters of a report, and of what messages have besides their content: all of it is kept
+MAX_REPORT = 1 << 20  # characters of a report, and of what messages have besides their content. All of it is kept.
 RESERVED = ("error_frac", "observation_tokens", "seconds", "turn_rewards")  # metrics that the run itself computes
 CLOSE_SECONDS = 10  # that an environment's `close` may take
 
@@ -91,7 +91,7 @@ def main() -> None:
             _kill(processes.get(number))
             continue
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        with contextlib.suppress(OSError):  # raised where no process can be started: this conversation ends
+        with contextlib.suppress(OSError):  # raised where no process can be started. This conversation ends.
             if (pid := os.fork()) == 0:
                 die_with_parent()
                 adopt_orphans()  # what it starts becomes ours when it has ended, not before
@@ -137,7 +137,7 @@ def _send(control: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _reap(processes: dict[int, int], by_user: set[int]) -> None:
-    """Forget processes that have ended, and kill what they have left behind: it is a child of this one then."""
+    """Forget processes that have ended, and kill what they have left behind. It is a child of this one then."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG)[0]) != 0:
             for number, pid in list(processes.items()):  # another signal may come meanwhile

@@ -111,7 +111,7 @@ def probability_mask(logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, thresh
 def weights(
     flags: Correction, logp: Tensor, old_logp: Tensor, rollout_logp: Tensor, advantages: Tensor, mask: Tensor
 ) -> Tensor:
-    """The product of all corrections that the flags ask for: see `extras.correction.Correction.weights`."""
+    """The product of all corrections that the flags ask for, see `extras.correction.Correction.weights`."""
     result = torch.ones_like(old_logp)
     if flags.rollout_is not in (None, "none"):
         ratio = rollout_ratio(old_logp, rollout_logp, mask, level=flags.rollout_is)

@@ -13,7 +13,7 @@ def load_demonstrations(files: Any, tokenizer: Any, *, max_length: int, filter_o
     """The demonstrations in files: samples whose response mask is 1 for the tokens that are learned.
 
     A row of more than `max_length` tokens is dropped if `filter_overlong` says so. Raises ValueError for such a row
-    otherwise, and for every mistake in the data: see `rows.read_demonstrations` and `encode.encode_demonstration`.
+    otherwise, and for every mistake in the data, see `rows.read_demonstrations` and `encode.encode_demonstration`.
     """
     from extras.demonstrations import encode
 
@@ -31,7 +31,7 @@ def load_comparisons(files: Any, tokenizer: Any, *, max_length: int, filter_over
     """The comparisons in files: pairs of samples (chosen, rejected), each with the token ids of prompt and response.
 
     A row with a side of more than `max_length` tokens is dropped if `filter_overlong` says so. Raises ValueError for
-    such a row otherwise, and for every mistake in the data: see `rows.read_comparisons` and `encode_conversation`.
+    such a row otherwise, and for every mistake in the data, see `rows.read_comparisons` and `encode_conversation`.
     """
     from extras.demonstrations import encode
 
@@ -39,7 +39,7 @@ def load_comparisons(files: Any, tokenizer: Any, *, max_length: int, filter_over
 
 
 def read_comparisons(files: Any) -> Sequence[dict]:
-    """The rows of files of comparisons, with `prompt`, `chosen` and `rejected`: see `rows.read_comparisons`."""
+    """The rows of files of comparisons, with `prompt`, `chosen` and `rejected`, see `rows.read_comparisons`."""
     from extras.demonstrations import rows
 
     return rows.read_comparisons(files)
@@ -52,7 +52,7 @@ def add_given(
     max_response_length: int,
     filter_overlong: bool = False,
 ) -> Sequence[dict]:
-    """Rows with `given` added, the token ids of the responses that the data has: see `encode.add_given`."""
+    """Rows with `given` added, the token ids of the responses that the data has, see `encode.add_given`."""
     from extras.demonstrations import encode
 
     return encode.add_given(rows, tokenizer, columns, max_response_length, filter_overlong)
@@ -68,21 +68,21 @@ def encode_conversation(tokenizer: Any, row: dict, response: str) -> list[int]:
 
 
 def encode_behind(tokenizer: Any, before: str, text: str) -> list[int]:
-    """Token ids of `text` where it goes on after `before`: see `behind.encode_behind`."""
+    """Token ids of `text` where it goes on after `before`, see `behind.encode_behind`."""
     from extras.demonstrations import behind
 
     return behind.encode_behind(tokenizer, before, text)
 
 
 def without_control_tokens(tokenizer: Any, text: str) -> str:
-    """The text, in which nothing spells a control token any more: see `behind.without_control_tokens`."""
+    """The text, in which nothing spells a control token any more, see `behind.without_control_tokens`."""
     from extras.demonstrations import behind
 
     return behind.without_control_tokens(tokenizer, text)
 
 
 def mean_tokens(tokenizer: Any, file: Any, *, pairs: bool) -> tuple[float, float]:
-    """The mean number of tokens of the prompts and of the responses in a file: see `encode.mean_tokens`."""
+    """The mean number of tokens of the prompts and of the responses in a file, see `encode.mean_tokens`."""
     from extras.demonstrations import encode
 
     return encode.mean_tokens(tokenizer, file, pairs=pairs)

@@ -25,7 +25,7 @@ def encode_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) ->
 
 def without_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """The text, with an invisible U+2060 (word joiner) inside all that spells a special token, such as `<|im_end|>`. A
-    policy can write such text with ordinary tokens: it could end its turn and add one that praises it.
+    policy can write such text with ordinary tokens. It could end its turn and add one that praises it.
     """
     for token in _control_tokens(tokenizer):
         text = text.replace(token, f"{token[0]}\u2060{token[1:]}")

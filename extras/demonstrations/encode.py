@@ -254,7 +254,7 @@ def encode_conversation(
 
     A message list goes through the chat template together with the response as the assistant's message, or as the rest
     of that message if the prompt begins it. A string is followed by the response and the end-of-sequence token. Text in
-    the response that spells a control token stays text: see `without_control_tokens`.
+    the response that spells a control token stays text, see `without_control_tokens`.
 
     Args: field, what errors call the response. Raises ValueError as `encode_demonstration`.
     """

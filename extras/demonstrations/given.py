@@ -7,7 +7,7 @@ import numpy as np
 from rl.data.types import Sample, Score
 from rl.ranks import Ranks
 
-NO_NUMBER = -2  # of a response that its rank has not sampled: so it is the neighbor of no other
+NO_NUMBER = -2  # of a response that its rank has not sampled, so that it is the neighbor of no other
 
 
 def given_responses(rows: Sequence[dict], ranks: Ranks) -> list[Sample]:

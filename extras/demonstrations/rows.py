@@ -1,6 +1,6 @@
 """Files in, checked rows out: demonstrations, and comparisons of two responses to one prompt.
 
-Every mistake in the data is a ValueError before any model is loaded: it names the file, the row, the value and the fix.
+Every mistake in the data is a ValueError before any model is loaded. It names the file, the row, the value and the fix.
 """
 
 from rl.data.packed import Lazy, Row

@@ -47,14 +47,14 @@ class Teacher:
 
 
 def check_teacher(flags: Teacher, tokenizer: Any, *, student: str, longest: int, top_k: int) -> None:
-    """Raise ValueError if the teacher cannot score what the student samples: see `teacher.check_teacher`."""
+    """Raise ValueError if the teacher cannot score what the student samples, see `teacher.check_teacher`."""
     from extras.distillation import teacher
 
     teacher.check_teacher(flags, tokenizer, student=student, longest=longest, top_k=top_k)
 
 
 def load_teacher(flags: Teacher, ranks: Any, memory: Any, *, student: str, longest: int) -> Any:
-    """The teacher, frozen, or an empty model in the place of a server: see `teacher.load_teacher`. All ranks must
+    """The teacher, frozen, or an empty model in the place of a server, see `teacher.load_teacher`. All ranks must
     enter.
     """
     from extras.distillation import teacher
@@ -66,7 +66,7 @@ def add_teacher(
     flags: Teacher, model: Any, batch: Any, updates: Sequence[Any], *, top_k: int, temperature: float
 ) -> Any:
     """The batch with the teacher's log-probs of its sampled tokens, `ref_logp` (B, T), and if top_k is not 0, of the
-    most likely tokens, the columns `top_ids` and `top_logp` (B, T, K): see `teacher.add_teacher`. All ranks must enter.
+    most likely tokens, the columns `top_ids` and `top_logp` (B, T, K), see `teacher.add_teacher`. All ranks must enter.
     """
     from extras.distillation import teacher
 

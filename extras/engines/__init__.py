@@ -1,6 +1,6 @@
 """Engines that sample in the place of vLLM, and which engine a run has that names none.
 
-hf.py is the plain one: it needs nothing but transformers.
+hf.py is the plain one. It needs nothing but transformers.
 """
 
 import os
@@ -26,7 +26,7 @@ def check_installed(engine: str) -> None:
 
 
 def make_hf(*args: Any, **kwargs: Any) -> Any:
-    """The plain engine: see `hf.Engine`."""
+    """The plain engine, see `hf.Engine`."""
     from extras.engines.hf import Engine
 
     return Engine(*args, **kwargs)

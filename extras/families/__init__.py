@@ -44,13 +44,13 @@ def _sees(config: Any) -> bool:
 
 def choose_way(trial: Any, problem: str) -> None:
     """Let the model of a trial run in a way that is right, where `problem` is why it does not run packed as it is. All
-    ranks must enter. Raises ValueError if none is right: see `ways.choose_way`.
+    ranks must enter. Raises ValueError if none is right, see `ways.choose_way`.
     """
     _room("ways").choose_way(trial, problem)
 
 
 def replace_forward(module: Any, forward: Callable) -> None:
-    """Let a module run forward(module, own_forward, ...) from now on: see `forwards.replace_forward`."""
+    """Let a module run forward(module, own_forward, ...) from now on, see `forwards.replace_forward`."""
     _room("forwards").replace_forward(module, forward)
 
 
@@ -82,7 +82,7 @@ def freeze_tower(model: Any, dtype: Any) -> None:
 
 
 def weights_beside(module: Any) -> dict[str, Any]:
-    """What the files of a larger model hold beside its text part, if the module is that: see `text_part`."""
+    """What the files of a larger model hold beside its text part, if the module is that, see `text_part`."""
     return dict(_room("text_part").weights_beside(module)) if getattr(module, "whole", None) else {}
 
 

@@ -1,6 +1,6 @@
 """The gated delta rule of flash-linear-attention as one operation of torch.
 
-torch.compile cannot look into its kernels: it would split the layer's graph, and with checkpointing compile nothing of
+torch.compile cannot look into its kernels. It would split the layer's graph, and with checkpointing compile nothing of
 the layer. Of an operation it only has to know the shape of what comes out.
 """
 

@@ -109,7 +109,7 @@ class Choice(NamedTuple):
 
 
 def check_shape(checkpoint: str, before: Sequence[int], now: Sequence[int]) -> None:
-    """Raise ValueError if one of two models that differ in shape has experts: see `extras.families.shape_of`."""
+    """Raise ValueError if one of two models that differ in shape has experts, see `extras.families.shape_of`."""
     if before[2] or now[2]:
         raise ValueError(
             f"{checkpoint} is of a model with {before[1]} of {before[2]} experts a token in {before[0]} layers, and "

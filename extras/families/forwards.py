@@ -10,7 +10,7 @@ def replace_forward(module: nn.Module, forward: Callable) -> None:
     """From now on the module runs forward(module, own_forward, ...).
 
     It becomes an object of a class of its own kind. An attribute would do the same, but torch.compile would take each
-    module for code of its own: it would compile every layer of a model again, and give up after some.
+    module for code of its own. It would compile every layer of a model again, and give up after some.
     """
     module.__class__ = _replacing(type(module), forward)
 

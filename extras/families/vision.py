@@ -141,7 +141,7 @@ class Vision(Family):
         return inputs
 
     def own_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """As `inputs_of`, what the model's own forward is given for one sequence (1, n), as by its processor: it finds
+        """As `inputs_of`, what the model's own forward is given for one sequence (1, n), as by its processor. It finds
         places and positions itself.
         """
         inputs = self.inputs_of(inputs["input_ids"])

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-FIRST = 2**30  # id of the tokens of image 0: see images.py
+FIRST = 2**30  # id of the tokens of image 0, see images.py
 PROCESSOR_FILES = (
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
     "chat_template.json",
@@ -18,7 +18,7 @@ PROCESSOR_FILES = (
 
 @functools.cache
 def of_process() -> Any:
-    """The images of this process: see `Images`. Readers of rows, models and engines have to mean the same images by a
+    """The images of this process, see `Images`. Readers of rows, models and engines have to mean the same images by a
     number, and an argument for them would go through every script, also those that train on texts.
     """
     from extras.images.images import Images
@@ -32,7 +32,7 @@ def in_use() -> bool:
 
 
 def read(row: Mapping[str, Any], where: str, folder: Path) -> dict[str, list[int]]:
-    """The column `images` of a row as numbers, or no column for a row without images: see `Images.read`."""
+    """The column `images` of a row as numbers, or no column for a row without images, see `Images.read`."""
     return {"images": of_process().read(row["images"], where, folder)} if row.get("images") else {}
 
 

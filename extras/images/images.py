@@ -206,7 +206,7 @@ def _measured(source: Source, where: str) -> Known:
 
 
 def _without_videos(model: str, tokenizer: PreTrainedTokenizerBase, config: Any) -> ProcessorMixin:
-    """A processor whose part for videos, which wants torchvision, is left out: there are no videos here."""
+    """A processor whose part for videos, which wants torchvision, is left out. There are no videos here."""
     if type(config) not in PROCESSOR_MAPPING:
         return AutoProcessor.from_pretrained(model)
     kind = PROCESSOR_MAPPING[type(config)]

@@ -39,14 +39,14 @@ def reward_model_metrics(rewards: Any, log_ratios: Any, rows: Any, accuracies: A
 
 
 def leave_one_out(means: Any) -> tuple[Any, Any]:
-    """The two numbers that compare the token rewards of a response with its group: see `implicit_reward.py`."""
+    """The two numbers that compare the token rewards of a response with its group, see `implicit_reward.py`."""
     from extras.implicit_rewards import implicit_reward
 
     return implicit_reward.leave_one_out(means)
 
 
 def accuracies_of(responses: Any) -> Any:
-    """How right each response is, (B,) float32 within 0 and 1: see `Score.accuracy`, or NaN without a score."""
+    """How right each response is, (B,) float32 within 0 and 1, see `Score.accuracy`, or NaN without a score."""
     from extras.implicit_rewards import accuracy
 
     return accuracy.accuracies_of(responses)

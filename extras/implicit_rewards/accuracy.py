@@ -10,7 +10,7 @@ from rl.data.types import Sample
 
 
 def accuracies_of(responses: Sequence[Sample]) -> Tensor:
-    """How right each response is, (B,) float32 within 0 and 1: see `Score.accuracy`, or NaN without a score."""
+    """How right each response is, (B,) float32 within 0 and 1, see `Score.accuracy`, or NaN without a score."""
     scores = [x.score for x in responses]
     return torch.tensor([math.nan if x.value is None else x.accuracy for x in scores]).clamp(0, 1)
 

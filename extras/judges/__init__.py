@@ -38,7 +38,7 @@ class RewardModelFlags:
 
 
 def open_judges(flags: RewardModelFlags, rows: Sequence[Any], tokenizer: Any, *, are_alone: bool) -> list[Any]:
-    """The judges that the flags ask for, which are not loaded yet: see `reward_model.open_reward_model`."""
+    """The judges that the flags ask for, which are not loaded yet, see `reward_model.open_reward_model`."""
     if flags.reward_model is None:
         return []
     from extras.judges.reward_model import open_reward_model
@@ -89,7 +89,7 @@ def check_second_model(
 
 
 def check_critic(path: str | None, tokenizer: Any, learning: Any, *, policy: str, longest: int) -> None:
-    """Raise ValueError naming --critic-model if the model in `path` cannot be the critic: see `check_second_model`."""
+    """Raise ValueError naming --critic-model if the model in `path` cannot be the critic, see `check_second_model`."""
     from extras.judges.critic import FLAG, KIND
 
     check_second_model(FLAG, path, tokenizer, learning, policy=policy, longest=longest, kind=KIND)

@@ -43,14 +43,14 @@ class PartialRollouts:
 
 
 def saved_groups(groups: Sequence[Sequence[Any]]) -> list[Any]:
-    """Groups of responses as a checkpoint holds them: see `waiting_groups.to_state`."""
+    """Groups of responses as a checkpoint holds them, see `waiting_groups.to_state`."""
     from extras.partial.waiting_groups import to_state
 
     return to_state(groups)
 
 
 def loaded_groups(states: Sequence[Any], rows: Sequence[Any], n: int, ranks: Any) -> list[Any]:
-    """The groups of n responses that all ranks of the run that is resumed have saved: see `waiting_groups`."""
+    """The groups of n responses that all ranks of the run that is resumed have saved, see `waiting_groups`."""
     from extras.partial.rows import ByIndex
     from extras.partial.waiting_groups import from_states
 
@@ -58,7 +58,7 @@ def loaded_groups(states: Sequence[Any], rows: Sequence[Any], n: int, ranks: Any
 
 
 def sample_of(saved: dict[str, Any]) -> Any:
-    """The sample whose `vars` a checkpoint has held: see `saved.sample_of`."""
+    """The sample whose `vars` a checkpoint has held, see `saved.sample_of`."""
     from extras.partial.saved import sample_of
 
     return sample_of(saved)

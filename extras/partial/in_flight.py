@@ -1,7 +1,7 @@
 """Partial rollouts: a step does not wait for its longest responses. They go on in the next one.
 
 With a share F, F * P more groups are sampled than a step trains on. When P are complete, the engine stops. The others
-wait for the next step with the tokens that they have, and go on with its weights: so a response may have tokens of
+wait for the next step with the tokens that they have, and go on with its weights. So a response may have tokens of
 several versions. Every group is trained on, once, however long it takes: long responses come later, not less often.
 """
 
@@ -44,7 +44,7 @@ class PartialSampler(Sampler):
 
 
 def pause(loop: Loop) -> Iterator[tuple[Hashable, list[Sample]]]:
-    """Interrupt the loop, then wait for the partner where it was asked: it answers before others use it. Gives the
+    """Interrupt the loop, then wait for the partner where it was asked. It answers before others use it. Gives the
     groups that become complete by that. Ranks of an engine wait together, and not if the run is asked to stop.
     """
     loop.interrupt()

@@ -32,7 +32,7 @@ def saved_group(row: Row, done: dict[int, Sample]) -> dict[str, Any]:
 
 
 def groups_in_flight(loop: Loop) -> dict[Hashable, dict[str, Any]]:
-    """The groups in flight, by name: see `saved_group`."""
+    """The groups in flight, by name, see `saved_group`."""
     groups = {}
     for (name, j), x in loop.trajectories.items():
         if name not in groups:

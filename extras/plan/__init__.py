@@ -37,7 +37,7 @@ class Planned:
 
 
 def exit_if_planning(args: T) -> T:
-    """Args as they are, unless --plan asks for a plan: then one rank prints it, and the process ends.
+    """Args as they are, unless --plan asks for a plan. In that case one rank prints it, and the process ends.
 
     The exit code is 0 if the run fits. Otherwise one sentence says why it does not, and the exit code is 1.
     """

@@ -80,7 +80,7 @@ class Work(NamedTuple):
 
 
 def open_pool(flags: SamplerFlags, task: Any, environment: Any, ranks: Any, folder: Path, state: dict[str, Any]) -> Any:
-    """The samplers of a run: see `pool.SamplerPool`, which describes the arguments and what raises."""
+    """The samplers of a run, see `pool.SamplerPool`, which describes the arguments and what raises."""
     from extras.samplers.pool import SamplerPool
 
     work = Work(

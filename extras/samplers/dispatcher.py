@@ -67,7 +67,7 @@ class Dispatcher:
     ):
         self.flags, self.setup, self.prompts, self.submit = flags, setup, prompts, submit
         self.sends_whole_rows = bool(setup.environment.environment or setup.environment.tools)
-        self.weights: dict[str, Any] | None = None  # the newest: see weight_files.py
+        self.weights: dict[str, Any] | None = None  # the newest, see weight_files.py
         self.members: dict[str, Member] = {}  # by the hexadecimal name of their connection
         self.refused: set[str] = set()  # connections that nobody listens to any more
         self.num_lost = 0
@@ -152,7 +152,7 @@ class Dispatcher:
 
     def _samples_of(self, identity: str, report: protocol.Report) -> tuple[Groups, list[Sample]]:
         """The groups of a report that are leased to its sampler, and its probe. A group may also be nobody's, or come
-        twice: then nothing happens. Raises ValueError if a number cannot be right.
+        twice. Then nothing happens. Raises ValueError if a number cannot be right.
         """
         if report.run != self.setup.run:
             raise ValueError("it has joined another run, or an earlier process of this one")

@@ -97,7 +97,7 @@ class SamplerPool:
         """Give the samplers the weights that `version` steps have made, and the prompts that these may sample.
 
         Returns when the weights are written. Samplers load them between two decoding steps. All ranks must enter.
-        Without room for the weights the run saves and ends: see `_give_up`.
+        Without room for the weights the run saves and ends, see `_give_up`.
         """
         named_tensors = iter(named_tensors)
         if self.ranks.is_main:
@@ -110,7 +110,7 @@ class SamplerPool:
                 with self.dispatcher.lock:
                     self.dispatcher.weights = weights
                     self.prompts.ledger.draw(version)
-        for _ in named_tensors:  # of other ranks, or what is left after an error: they gather the tensors together
+        for _ in named_tensors:  # of other ranks, or what is left after an error. They gather the tensors together.
             pass
         self.policy_version = version
 
@@ -193,7 +193,7 @@ class SamplerPool:
 
         Over the last steps, eight at most, and not before there are two of them after the first step, in which samplers
         start. Of t seconds, trainers waited for samplers in w. Samplers were there for n seconds, all added up, and
-        were busy in b of them: they sampled, or waited for environments.
+        were busy in b of them. They sampled, or waited for environments.
 
         trainer/idle_ratio                  w / t
         rollouter/idle_ratio                1 - b / n: samplers had no prompt that --max-staleness allows, or no weights
@@ -229,7 +229,7 @@ class SamplerPool:
 
     def _wait(self, condition: Callable[[], bool]) -> bool:
         """Wait for a condition on what the thread changes. False if the run was asked to stop. Without a sampler, or if
-        the thread has failed, it is asked to: see `_give_up`.
+        the thread has failed, it is asked to, see `_give_up`.
         """
         start, timeout = time.monotonic(), self.flags.sampler_timeout
         with self.dispatcher.lock:

@@ -1,7 +1,7 @@
 """What a run and its samplers say to each other, and how a sampler shows that it belongs to the run.
 
 A sampler says `Join` until it gets the `Setup`, builds its engine, and then says `Report` at least every second. The
-run answers every report with `Orders`. Both say how things are, not what has changed: so a message that is lost, or
+run answers every report with `Orders`. Both say how things are, not what has changed. So a message that is lost, or
 comes twice, is made good by the next one.
 
 Messages are encrypted (CurveZMQ). The run's pair of keys follows from its token. The public one never travels, and
@@ -115,7 +115,7 @@ class Orders(msgspec.Struct, tag=True):
     leases: list[Lease]  # new ones, to be confirmed as `Report.begun`
     begin: list[int]  # those that it has confirmed. It begins no others.
     forget: list[int]  # leases to give up, or whose group the run has
-    weights: dict[str, Any] | None  # the newest: see weight_files.py
+    weights: dict[str, Any] | None  # the newest, see weight_files.py
 
 
 class End(msgspec.Struct, tag=True):

@@ -51,7 +51,7 @@ class WeightWriter:
     def write(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
         """Write (name, whole tensor) pairs. Returns their manifest, which `read_weights` needs, as a message has it.
 
-        Raises OSError if there is no room: then the weights before are still there.
+        Raises OSError if there is no room. Then the weights before are still there.
         """
         if self.folder is None:
             file, self.spare = self.spare.result() if self.spare else shared_memory(0), None

@@ -31,7 +31,7 @@ from extras.samplers.weight_files import ALIGNMENT, open_weights, tensors_in
 from rl.console import say
 
 CHUNK = 64 * 2**20  # bytes
-# Set while a group is made: then no thread of torch's watches it, which would end this process with the other side.
+# Set while a group is made. Then no thread of torch's watches it, which would end this process with the other side.
 NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 environment_lock = threading.Lock()
 

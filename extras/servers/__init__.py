@@ -2,7 +2,7 @@
 
 Tried again are failed connections, tries whose time is over, the statuses 408, 429 and 5xx, and answers that are too
 large or of another form. Pauses are random and double. A server's Retry-After is kept, and if time ends before that,
-there is no other try. Redirects are refused: they would carry a key to another host. Proxies are those of the
+there is no other try. Redirects are refused. They would carry a key to another host. Proxies are those of the
 environment, such as HTTPS_PROXY.
 """
 

@@ -1,4 +1,4 @@
-"""Requests to a server, and the tries of each: see `extras.servers`."""
+"""Requests to a server, and the tries of each, see `extras.servers`."""
 
 import asyncio
 import functools
@@ -23,7 +23,7 @@ certificates = functools.cache(ssl.create_default_context)  # of this machine: r
 
 
 def post(server: Server, bodies: Sequence[dict], read: Read[T], *, at_once: int) -> list[T]:
-    """The answers to bodies, of which `at_once` are asked at a time: see `Server.post`."""
+    """The answers to bodies, of which `at_once` are asked at a time, see `Server.post`."""
 
     async def ask_all() -> list[T]:
         gate = asyncio.Semaphore(at_once)

@@ -33,7 +33,7 @@ def adopt_orphans() -> None:
 
 
 def begin_worker(descriptor: int) -> Any:
-    """Begin a worker on a system other than Linux: see `guard.begin_worker`."""
+    """Begin a worker on a system other than Linux, see `guard.begin_worker`."""
     from extras.systems import guard
 
     return guard.begin_worker(descriptor)

@@ -12,7 +12,7 @@ from typing import Any
 
 @functools.cache  # one object for equal settings, or torch would compile the LM head for each call
 def truncation_of(sampling: Any) -> Callable | None:
-    """What leaves those tokens out of logits that `sampling` never draws: see `logits.truncated`. None if it draws from
+    """What leaves those tokens out of logits that `sampling` never draws, see `logits.truncated`. None if it draws from
     the whole vocabulary.
     """
     if not sampling.is_truncated:

@@ -12,7 +12,7 @@ read_attachments, check_attachments, refuse_attachments = images.read, images.ch
 
 
 class Attachments:
-    """What a row holds beside text, in the order of its places in the messages: here nothing, so nothing is changed."""
+    """What a row holds beside text, in the order of its places in the messages. Here nothing, so nothing is changed."""
 
     chat_template: str | None = None  # in the place of the tokenizer's
 

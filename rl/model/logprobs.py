@@ -42,7 +42,7 @@ class Packed:
     families: tuple[Family, ...]
     head_chunk: Callable  # the LM head on HEAD_CHUNK tokens, perhaps compiled, from `head_on_chunk`
     is_whole: bool = True  # whether every rank has all of the model on its device, see `sharding.backward`
-    way: str = "packed"  # how it runs, in words: see `self_test.choose_forward`
+    way: str = "packed"  # how it runs, in words, see `self_test.choose_forward`
     layout: Callable | None = None  # used in the place of `pack`, with its arguments and results
     own_logits: Callable | None = None  # (model, hidden (C, H)) -> logits (C, V), if more than a product with a weight
     max_tokens: int = sys.maxsize  # of a micro-batch, which `check_engine` may not exceed either
