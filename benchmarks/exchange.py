@@ -33,12 +33,12 @@ BYTES_PER_TOKEN = 4 + 1 + 4  # of a response on its way to another rank: id, mas
 
 @dataclass(frozen=True)
 class Args:
-    responses: int = 512  # of the step, over all ranks
-    tokens: int = 8192  # most tokens of a response
-    prompt_tokens: int = 128  # of every prompt
-    mini_batches: int = 1  # optimizer steps
-    max_tokens: int = 16384  # of a micro-batch
-    rounds: int = 3  # the fastest counts
+    responses: int = 512  # The step has this many responses, over all ranks.
+    tokens: int = 8192  # A response has at most this many tokens.
+    prompt_tokens: int = 128  # Every prompt has this many tokens.
+    mini_batches: int = 1  # The step has this many optimizer steps.
+    max_tokens: int = 16384  # A micro-batch has at most this many tokens.
+    rounds: int = 3  # There are this many rounds, of which the fastest counts.
 
 
 def make_own(args: Args, ranks: Ranks) -> tuple[list[dict], list[Sample]]:

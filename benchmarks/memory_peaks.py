@@ -33,12 +33,13 @@ from rl.run.arguments import MemoryRL  # noqa: E402
 
 @dataclass(frozen=True)
 class Args:
-    model: str
+    model: str  # The model is loaded from this Hugging Face id or folder.
+    # Each way is --activation-checkpointing, the tokens of a micro-batch, and what is offloaded.
     ways: tuple[str, ...] = ("selective,16384", "selective,4096", "none,16384", "full,16384", "full,4096,param_offload")
-    lora_rank: FewOr0 = 0
+    lora_rank: FewOr0 = 0  # This is as in train_grpo.py.
     length: int = 1536
     """A sequence has this many tokens."""
-    compile: bool = True
+    compile: bool = True  # This is as in train_grpo.py.
     smaller: bool = False
     """Rehearse the first way also on a GPU that is said to hold half of its micro-batch, and then a quarter of it."""
 

@@ -30,10 +30,10 @@ ENOUGH = 2**50  # bytes of host memory
 
 @dataclass(frozen=True)
 class Args:
-    gpus: AtLeast1 = 1  # that train, all of one machine
-    gpu_memory_utilization: PositiveShare = 0.5
-    max_prompt_length: AtLeast1 = 512
-    max_response_length: AtLeast1 = 1024
+    gpus: AtLeast1 = 1  # This many GPUs train, all of them in one machine.
+    gpu_memory_utilization: PositiveShare = 0.5  # This is as in train_grpo.py.
+    max_prompt_length: AtLeast1 = 512  # A prompt has at most this many tokens.
+    max_response_length: AtLeast1 = 1024  # A response has at most this many tokens.
 
 
 def tables(args: Args) -> str:

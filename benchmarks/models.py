@@ -166,17 +166,17 @@ ALIASES = {"granite_logits": "granite", "granite4_experts": "granitemoehybrid"} 
 
 @dataclass(frozen=True)
 class Args:
-    out: Path  # folder for models.jsonl
-    families: tuple[str, ...] = ()  # by default all
-    engine: bool = True  # whether vLLM is tried
-    write: bool = False  # write the table into benchmarks/results/models.md and run nothing
-    gradients: bool = False  # compare gradients instead, on one rank and on two
-    # for these families, instead: SFT, then GRPO, on the arithmetic task or on that of dots
+    out: Path  # models.jsonl is written to this folder.
+    families: tuple[str, ...] = ()  # These families are tested. By default all are.
+    engine: bool = True  # Try vLLM, too.
+    write: bool = False  # Write the table into benchmarks/results/models.md, and run nothing.
+    gradients: bool = False  # Compare gradients instead, on one rank and on two.
+    # Instead, run SFT and then GRPO for these families, on the arithmetic task or on that of dots.
     learn: tuple[str, ...] = ()
-    seeds: tuple[int, ...] = (0,)  # of `learn`: the model's, and of data and sampling
-    sft_steps: int = 250  # of 128 demonstrations
-    rl_steps: int = 10  # of 32 prompts, after them
-    rollout_engine: Literal["vllm", "hf"] = "vllm"  # of GRPO
+    seeds: tuple[int, ...] = (0,)  # With --learn, these seeds decide the model, the data and what is sampled.
+    sft_steps: int = 250  # SFT makes this many steps of 128 demonstrations.
+    rl_steps: int = 10  # GRPO then makes this many steps of 32 prompts.
+    rollout_engine: Literal["vllm", "hf"] = "vllm"  # GRPO samples with this engine.
 
 
 def make(name: str, folder: Path) -> None:

@@ -39,13 +39,14 @@ from rl.sampling.groups import sample_groups  # noqa: E402
 
 @dataclass(frozen=True)
 class Args:
-    out: Path = Path("runs/router_replay")  # folder to write
-    shape: Literal["30B-A3B", "3B-dense", "tiny"] = "30B-A3B"  # of layers. The dense one shows what rounding does alone
-    depths: tuple[int, ...] = (2, 8, 16)  # numbers of layers that count, the largest last
+    out: Path = Path("runs/router_replay")  # Results are written to this folder.
+    # Layers have this shape. 3B-dense shows what rounding does alone.
+    shape: Literal["30B-A3B", "3B-dense", "tiny"] = "30B-A3B"
+    depths: tuple[int, ...] = (2, 8, 16)  # This many layers count, with the largest number last.
     engine: Literal["vllm", "hf"] = "vllm"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    prompts: int = 64  # of 64 random tokens, with a response each
-    max_tokens: int = 256  # of a response
+    prompts: int = 64  # There are this many prompts of 64 random tokens, with a response each.
+    max_tokens: int = 256  # A response has at most this many tokens.
     seed: int = 0
 
 

@@ -1,7 +1,7 @@
 """Hands prompts out to samplers and takes their groups in: a thread of rank 0, which works while others train.
 
-It holds `lock` for bookkeeping, never to wait. Which prompt is where, and how old tokens may be: ledger.py. What is
-said: protocol.py. The other side: sampler.py.
+It holds `lock` for bookkeeping, never to wait. ledger.py knows which prompt is where, and how old tokens may be.
+protocol.py has what is said, and sampler.py is the other side.
 """
 
 import json

@@ -6,7 +6,7 @@
         responses = samplers.sample(end_phase)          waits for the groups that the step trains on, and their scores
         samplers.verify(policy, ...)                    before weights change: do the samplers hold these?
 
-A thread of rank 0 talks to the samplers meanwhile: dispatcher.py.
+A thread of rank 0 talks to the samplers meanwhile, see dispatcher.py.
 """
 
 import os
