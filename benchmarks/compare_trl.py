@@ -72,7 +72,7 @@ class Args:
     cache: Path = Path("runs/benchmark_models")
     """Models are kept in this folder for the next time."""
     lengths: Literal["fixed", "geometric"] = "fixed"
-    """fixed responses run to the limit. geometric ones end by chance, on average after --mean-length tokens."""
+    """With fixed, responses run to the limit. With geometric, they end by chance, see --mean-length."""
     mean_length: float = 400.0
     """Geometric lengths have this mean, in tokens, before the cut."""
     prompt_length: int = 128

@@ -37,7 +37,7 @@ class Args:
     output_dir: Path = Path("data/mbpp")
     """The files are written to this folder."""
     eval_split: Literal["validation", "test"] = "validation"
-    """test.parquet holds the 90 validation problems or the 500 test problems. Keep test for the end."""
+    """The file test.parquet holds the 90 validation problems or the 500 test problems. Keep test for the end."""
     show_tests: bool = False
     """Put the asserts into the prompt. The reward runs these asserts, so a policy can then hard-code their answers."""
 

@@ -603,6 +603,21 @@ def test_no_comment_docstring_or_page_has_a_long_sentence():
     assert not found, f"split sentences of more than {LONGEST} words"
 
 
+def test_texts_of_flags_are_sentences():
+    """Scripts that prepare data or measure have a text below each flag. tests/run/test_flags.py reads the others."""
+    folders, wrong, count = ("data", "tools", "benchmarks"), [], 0
+    for path in [path for path in files() if path.suffix == ".py" and path.parent.name in folders]:
+        bodies = [x.body for x in tree(path).body if isinstance(x, ast.ClassDef) and x.name.endswith("Args")]
+        texts = [x.value.value for body in bodies for x in body[1:] if isinstance(x, ast.Expr)]
+        wrong += [
+            f"{at(path)}: {x!r}"
+            for x in texts
+            if not re.fullmatch(r"([A-Z]|vLLM |[a-z_./]+\.py ).* .*\.", x, re.DOTALL)
+        ]
+        count += len(texts)
+    assert not wrong and count > 100
+
+
 WORDS, FEW = " ".join(["word"] * LONGEST), " ".join(["word"] * 20)
 LONG_AND_SHORT = f"""'''{WORDS} word. {WORDS}.
 
