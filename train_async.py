@@ -53,7 +53,7 @@ from rl.sampling.responses import scores_of
 class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine, memory ...
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # The policy is loaded from this Hugging Face id or folder.
     train_batch_size: AtLeast1 = 128  # Each step takes this many prompts (P).
-    # Each prompt gets this many responses (G). With one response there is nothing to compare it with.
+    # Each prompt gets this many responses (G). A lone one cannot be compared, so its advantage is its score.
     rollout_n: Few = 8
     # A prompt has at most this many tokens. A longer one is an error unless --filter-overlong-prompts.
     max_prompt_length: AtLeast1 = 512
@@ -63,7 +63,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     ppo_epochs: Few = 1  # The updates of a step pass over its responses this many times.
     # Clip the ratio from below at 1 minus this, for tokens that are being pushed down (A < 0).
     clip_ratio_low: NotNegative = 0.2
-    # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). DAPO has 0.28.
+    # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). DAPO uses 0.28.
     clip_ratio_high: NotNegative = 0.2
     clip_ratio_c: Above1 = 3.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
     # Add kl_loss_coef * KL(policy, reference) to the loss. The reference is the policy before training.
@@ -148,8 +148,8 @@ def main(args: Args) -> dict[str, float]:
 
         # === algorithm ================================================================================================
         # 5. Advantages. How much better than its group was each response? All its tokens get this number. Only scored
-        # responses count. A lone scored response has nothing to compare with, so its advantage is its score: mean is 0
-        # and std is 1.
+        # responses count. If all scores of a group are equal, its advantages are 0. A lone response gets its score as
+        # its advantage, as in verl, since group_mean_std then returns mean 0 and std 1.
         mean, std = advantages.group_mean_std(scores_PG)  # (P, 1)
         advantages_PG = ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
         # batch.rows (b,) says which of the B responses this rank trains on. Indexing with it gives (b, 1).
@@ -161,7 +161,7 @@ def main(args: Args) -> dict[str, float]:
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # Both collect metrics for phase 7.
         for update in updates * args.ppo_epochs:  # the list of mini-batches, once for each epoch, in the same order
-            # All ranks divide by the number of tokens that the mini-batch has on all ranks. So the gradients of
+            # All ranks divide by the number of tokens with mask 1 in the mini-batch, on all ranks. So the gradients of
             # micro-batches and ranks only have to be added up.
             num_tokens = max(update.num_tokens, 1)
             for micro_rows in run.micro_batches(update):
@@ -184,7 +184,8 @@ def main(args: Args) -> dict[str, float]:
                 unclipped = -A * ratio
                 clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)
                 pg_loss = torch.maximum(unclipped, clipped)
-                # Dual clip. Where A < 0, nothing else bounds the loss, and one token could outweigh all others.
+                # Dual clip. Where A < 0 and the ratio is large, the maximum takes the unclipped term. That has no upper
+                # bound, so without this limit one token could outweigh all others.
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)
                 is_clipped = (pg_loss != unclipped).float()
                 # Weights w say how much more likely a token is by the proximal policy than by the one that sampled it.
@@ -194,7 +195,8 @@ def main(args: Args) -> dict[str, float]:
                 loss = pg_loss
                 if reference is not None:
                     x = (micro.ref_logp - logp).clamp(-20, 20)
-                    # The estimator k3 = e^x - x - 1 of KL(policy, reference) is never negative. It is cut at 10.
+                    # k3 = e^x - x - 1 is never negative, and its mean over tokens that the policy samples is the
+                    # KL(policy, reference), because e^x has the mean 1 there. Values above 10 become 10.
                     kl = (x.expm1() - x).clamp(max=10)
                     loss = loss + args.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": (kl * mask).sum() / num_tokens})

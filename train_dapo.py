@@ -17,7 +17,7 @@ those of train_grpo.py, without a KL term. Let s_i be the score and L_i the leng
 Where this departs from the paper:
   1. Groups that were sampled beyond the batch wait for the next step, while the paper throws them away. --rollout-is
      corrects for the older policy that sampled them.
-  2. The standard deviation is unbiased: it divides by G - 1.
+  2. The standard deviation divides by G - 1, not by G.
   3. Where A is negative, the loss is at most 10 |A| (dual clip, arXiv 1912.09729).
 
 Shapes are those of train_grpo.py. docs/train_dapo.md explains the four changes and their flags.

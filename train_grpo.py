@@ -1,4 +1,4 @@
-"""GRPO: sample a group of responses to each prompt, and make those more likely that score better than their group.
+"""GRPO: sample a group of responses to each prompt, and make those that beat their group more likely.
 
     torchrun train_grpo.py --model Qwen/Qwen2.5-1.5B-Instruct                       # one GPU, GSM8K
     torchrun --nproc_per_node 8 train_grpo.py --model Qwen/Qwen2.5-7B-Instruct      # eight GPUs
@@ -7,18 +7,18 @@
 Group Relative Policy Optimization was published with DeepSeekMath (arXiv 2402.03300). The policy is the model that
 learns. It samples G responses to each prompt. These G responses are the prompt's group, and a reward function gives
 each of them a score. Let s_i be the score of response i. Let l_it be the log-probability that the policy gives to token
-t of response i, after the tokens before it:
+t of response i, given the tokens before it:
 
     advantage   A_i      = (s_i - mean of its group) / (standard deviation of its group + 1e-6)
-    ratio       ratio_it = exp(l_it - l_old_it)        l_old: l when the step began, so the first update has ratio 1
+    ratio       ratio_it = exp(l_it - l_old_it)     l_old: l when the step began, so the ratio is 1 in the first update
     loss        L        = mean over all sampled tokens of max(-A_i ratio_it, -A_i clip(ratio_it, 1 - low, 1 + high))
 
-Papers maximize min(A ratio, A clip(ratio)), which is the same as to minimize this maximum.
+Papers maximize min(A ratio, A clip(ratio)), which is the same as minimizing this maximum.
 
-Where this departs from the paper, as most code does:
+Where this departs from the paper, as most implementations do:
   1. The mean is over all tokens, as in DAPO. The paper first takes the mean of each response.
   2. There is no KL term unless --use-kl-loss.
-  3. The standard deviation is unbiased: it divides by G - 1.
+  3. The standard deviation divides by G - 1, not by G.
   4. Where A is negative, the loss of a token is at most 3 |A| (dual clip, arXiv 1912.09729).
 
 train_grpo_variants.py has other estimators, losses and KL terms.
@@ -63,7 +63,7 @@ from rl.sampling.responses import scores_of
 class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine, memory ...
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # The policy is loaded from this Hugging Face id or folder.
     train_batch_size: AtLeast1 = 128  # Each step takes this many prompts (P).
-    # Each prompt gets this many responses (G). With one response there is nothing to compare it with.
+    # Each prompt gets this many responses (G). A lone one cannot be compared, so its advantage is its score.
     rollout_n: Few = 8
     # A prompt has at most this many tokens. A longer one is an error unless --filter-overlong-prompts.
     max_prompt_length: AtLeast1 = 512
@@ -73,7 +73,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     ppo_epochs: Few = 1  # The updates of a step pass over its responses this many times.
     # Clip the ratio from below at 1 minus this, for tokens that are being pushed down (A < 0).
     clip_ratio_low: NotNegative = 0.2
-    # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). DAPO has 0.28.
+    # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). DAPO uses 0.28.
     clip_ratio_high: NotNegative = 0.2
     clip_ratio_c: Above1 = 3.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
     # Add kl_loss_coef * KL(policy, reference) to the loss. The reference is the policy before training.
@@ -90,10 +90,10 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     logging: LoggingRL = LoggingRL(
         experiment_name="grpo",
         alarms=(  # A line is printed when one of these is true. The run goes on.
-            "rollout/logprob_gap_mean>0.05",
-            "reward/zero_std_frac>0.95",
-            "response_length/clip_ratio>0.5",
-            "actor/entropy<0.01",
+            "rollout/logprob_gap_mean>0.05",  # mean absolute difference of the log-probs of engine and trainer
+            "reward/zero_std_frac>0.95",  # share of groups that teach nothing, since their scores are equal
+            "response_length/clip_ratio>0.5",  # share of responses that were cut at the limit of their length
+            "actor/entropy<0.01",  # Nearly every token is certain, so the responses to a prompt hardly differ.
         ),
     )
 
@@ -114,10 +114,10 @@ def main(args: Args) -> dict[str, float]:
     run.begin({"actor": (policy, optimizer)}, sampler)
 
     # run.steps() saves a checkpoint before each step if --save-freq says so, with what the sampler carries from step to
-    # step. run.may_stop_after(phase) ends a phase of the step, and records its seconds. There, and between two
-    # micro-batches, a run that was asked to stop (SIGTERM, Ctrl-C or --max-hours) exits. It first saves the state with
-    # which the step began. A step whose first update is made can no longer do that, so such a step is finished first:
-    # run.begin() has told the optimizer to say when it changes the weights.
+    # step. run.may_stop_after(phase) marks the end of a phase, and records its seconds. There, and between two
+    # micro-batches, a run that was asked to stop (SIGTERM, Ctrl-C or --max-hours) saves and exits. What it saves is the
+    # state with which the step began, so a resumed run repeats the step. The first update of a step changes that state.
+    # From then on the run completes the step, begins the next one, and exits there before anything is sampled.
     for step in run.steps(sampler.state):
         run.evaluate_if_due(sampler.evaluate, policy)  # answers held-out prompts, every --test-freq steps
 
@@ -137,14 +137,14 @@ def main(args: Args) -> dict[str, float]:
             mini_batch_size=(args.ppo_mini_batch_size or args.train_batch_size) * args.rollout_n,
             max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
-            version=sampler.version,  # number of the newest weights, which tells how old each token is
+            version=sampler.version,  # number of the newest weights. Only --partial-rollouts has tokens of older ones.
         )  # (b, T)
         num_updates = len(updates) * args.ppo_epochs
         run.may_stop_after("batch")
 
         # 3. Log-probs that stay fixed while the policy changes. The trainer computes l_old itself, since the engine's
-        # log-probs differ slightly. With one update per step this pass is left out, because the policy has not changed
-        # yet when phase 5 computes l. There l_old is l.
+        # log-probs differ slightly. With one update per step this pass is left out. The policy has not changed yet when
+        # phase 5 computes l, so the same numbers are l_old.
         if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             run.may_stop_after("old_log_prob")
@@ -154,8 +154,8 @@ def main(args: Args) -> dict[str, float]:
 
         # === algorithm ================================================================================================
         # 4. Advantages. How much better than its group was each response? All its tokens get this number. Only scored
-        # responses count. A lone scored response has nothing to compare with, so its advantage is its score: mean is 0
-        # and std is 1.
+        # responses count. If all scores of a group are equal, its advantages are 0. A lone response gets its score as
+        # its advantage, as in verl, since group_mean_std then returns mean 0 and std 1.
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
         mean, std = advantages.group_mean_std(scores_PG)  # (P, 1)
         advantages_PG = ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
@@ -170,7 +170,7 @@ def main(args: Args) -> dict[str, float]:
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # Both collect metrics for phase 6.
         for update in updates * args.ppo_epochs:  # the list of mini-batches, once for each epoch, in the same order
-            # All ranks divide by the number of tokens that the mini-batch has on all ranks. So the gradients of
+            # All ranks divide by the number of tokens with mask 1 in the mini-batch, on all ranks. So the gradients of
             # micro-batches and ranks only have to be added up.
             num_tokens = max(update.num_tokens, 1)
             for micro_rows in run.micro_batches(update):
@@ -179,23 +179,26 @@ def main(args: Args) -> dict[str, float]:
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling)
                 old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 
-                # The gradient of the ratio is the ratio times the gradient of logp. Where a clip decides, the loss is
-                # constant and has no gradient. With one update per step, which is the default, the ratio is 1, and the
-                # gradient is that of -A * logp.
+                # The gradient of the ratio is the ratio times the gradient of logp. With one update per step, which is
+                # the default, the ratio is 1, and the gradient is that of -A * logp. In later updates the policy is no
+                # longer the one that sampled. The ratio corrects for that, but reliably only near 1. The clip therefore
+                # stops pushing a token that has been pushed far enough: the loss is constant there, without a gradient.
                 ratio = (logp - old_logp).clamp(-20, 20).exp()  # The clamp prevents an overflow.
                 unclipped = -A * ratio
                 clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)
                 pg_loss = torch.maximum(unclipped, clipped)
-                # Dual clip. Where A < 0, nothing else bounds the loss, and one token could outweigh all others.
+                # Dual clip. Where A < 0 and the ratio is large, the maximum takes the unclipped term. That has no upper
+                # bound, so without this limit one token could outweigh all others.
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)
                 is_clipped = (pg_loss != unclipped).float()  # by any of the three bounds
-                # All weights are 1 unless a flag such as --rollout-is corrects for the engine's different log-probs.
+                # Each token's weight is 1, unless a flag such as --rollout-is corrects for the engine's log-probs.
                 weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss
                 if reference is not None:
                     x = (micro.ref_logp - logp).clamp(-20, 20)
-                    # The estimator k3 = e^x - x - 1 of KL(policy, reference) is never negative. It is cut at 10.
+                    # k3 = e^x - x - 1 is never negative, and its mean over tokens that the policy samples is the
+                    # KL(policy, reference), because e^x has the mean 1 there. Values above 10 become 10.
                     kl = (x.expm1() - x).clamp(max=10)
                     loss = loss + args.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": (kl * mask).sum() / num_tokens})
@@ -204,7 +207,7 @@ def main(args: Args) -> dict[str, float]:
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": (pg_loss * mask).sum() / num_tokens})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
-                means.between_policies(micro, logp, old_logp, weights)  # how much engine, old policy and policy differ
+                means.between_policies(micro, logp, old_logp, weights)  # distances of engine, old policy and policy
             norm = clip_grad_norm(policy, args.grad_clip)
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()

@@ -119,7 +119,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     ppo_epochs: Few = 1  # The updates of a step pass over its responses this many times.
     # Clip the ratio from below at 1 minus this, for tokens that are being pushed down (A < 0).
     clip_ratio_low: NotNegative = 0.2
-    # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). DAPO has 0.28.
+    # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). DAPO uses 0.28.
     clip_ratio_high: NotNegative = 0.2
     clip_ratio_c: Above1 = 3.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
     # AdamW has this learning rate after warm-up. LoRA needs about ten times that of full training.

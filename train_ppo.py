@@ -16,7 +16,7 @@ when the step begins:
     actor's loss          = mean over all sampled tokens of max(-A_t ratio_t, -A_t clip(ratio_t, 1 - low, 1 + high))
     critic's loss         = mean over them of max((V_t - R_t)^2, (clip(V_t, V_old_t - c, V_old_t + c) - R_t)^2) / 2
 
-Where this departs from the papers, as most code does:
+Where this departs from the papers, as most implementations do:
   1. Advantages are whitened, which means shifted and scaled to mean 0 and variance 1 over all tokens of a step.
   2. There is no KL term unless --use-kl-in-reward or --use-kl-loss.
   3. Actor and critic are two models.

@@ -42,7 +42,7 @@ from rl.sampling.responses import scores_of
 class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine, memory ...
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # The policy is loaded from this Hugging Face id or folder.
     train_batch_size: AtLeast1 = 128  # Each step takes this many prompts (P).
-    # Each prompt gets this many responses (G). With one response there is nothing to compare it with.
+    # Each prompt gets this many responses (G). A lone one cannot be compared, so its advantage is its score.
     rollout_n: Few = 8
     # A prompt has at most this many tokens. A longer one is an error unless --filter-overlong-prompts.
     max_prompt_length: AtLeast1 = 512
@@ -52,7 +52,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     ppo_epochs: Few = 1  # The updates of a step pass over its responses this many times.
     # Clip the ratio from below at 1 minus this, for tokens that are being pushed down (A < 0).
     clip_ratio_low: NotNegative = 0.2
-    # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). DAPO has 0.28.
+    # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). DAPO uses 0.28.
     clip_ratio_high: NotNegative = 0.2
     clip_ratio_c: Above1 = 3.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
     # Add kl_loss_coef * KL(policy, reference) to the loss. The reference is the policy before training.
@@ -72,10 +72,10 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     logging: LoggingRL = LoggingRL(
         experiment_name="floor",
         alarms=(  # A line is printed when one of these is true. The run goes on.
-            "rollout/logprob_gap_mean>0.05",
-            "reward/zero_std_frac>0.95",
-            "response_length/clip_ratio>0.5",
-            "actor/entropy<0.01",
+            "rollout/logprob_gap_mean>0.05",  # mean absolute difference of the log-probs of engine and trainer
+            "reward/zero_std_frac>0.95",  # share of groups that teach nothing, since their scores are equal
+            "response_length/clip_ratio>0.5",  # share of responses that were cut at the limit of their length
+            "actor/entropy<0.01",  # Nearly every token is certain, so the responses to a prompt hardly differ.
         ),
     )
 
@@ -101,10 +101,10 @@ def main(args: Args) -> dict[str, float]:
         return sampler.state() | {"entropy_bonus": entropy_bonus}
 
     # run.steps() saves a checkpoint before each step if --save-freq says so, with what the sampler carries from step to
-    # step. run.may_stop_after(phase) ends a phase of the step, and records its seconds. There, and between two
-    # micro-batches, a run that was asked to stop (SIGTERM, Ctrl-C or --max-hours) exits. It first saves the state with
-    # which the step began. A step whose first update is made can no longer do that, so such a step is finished first:
-    # run.begin() has told the optimizer to say when it changes the weights.
+    # step. run.may_stop_after(phase) marks the end of a phase, and records its seconds. There, and between two
+    # micro-batches, a run that was asked to stop (SIGTERM, Ctrl-C or --max-hours) saves and exits. What it saves is the
+    # state with which the step began, so a resumed run repeats the step. The first update of a step changes that state.
+    # From then on the run completes the step, begins the next one, and exits there before anything is sampled.
     for step in run.steps(loop_state):
         run.evaluate_if_due(sampler.evaluate, policy)  # answers held-out prompts, every --test-freq steps
 
@@ -124,14 +124,14 @@ def main(args: Args) -> dict[str, float]:
             mini_batch_size=(args.ppo_mini_batch_size or args.train_batch_size) * args.rollout_n,
             max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
-            version=sampler.version,  # number of the newest weights, which tells how old each token is
+            version=sampler.version,  # number of the newest weights. Only --partial-rollouts has tokens of older ones.
         )  # (b, T)
         num_updates = len(updates) * args.ppo_epochs
         run.may_stop_after("batch")
 
         # 3. Log-probs that stay fixed while the policy changes. The trainer computes l_old itself, since the engine's
-        # log-probs differ slightly. With one update per step this pass is left out, because the policy has not changed
-        # yet when phase 5 computes l. There l_old is l.
+        # log-probs differ slightly. With one update per step this pass is left out. The policy has not changed yet when
+        # phase 5 computes l, so the same numbers are l_old.
         if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             run.may_stop_after("old_log_prob")
@@ -158,7 +158,7 @@ def main(args: Args) -> dict[str, float]:
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # Both collect metrics for phase 6.
         for update in updates * args.ppo_epochs:  # the list of mini-batches, once for each epoch, in the same order
-            # All ranks divide by the number of tokens that the mini-batch has on all ranks. So the gradients of
+            # All ranks divide by the number of tokens with mask 1 in the mini-batch, on all ranks. So the gradients of
             # micro-batches and ranks only have to be added up.
             num_tokens = max(update.num_tokens, 1)
             for micro_rows in run.micro_batches(update):
@@ -167,23 +167,26 @@ def main(args: Args) -> dict[str, float]:
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=True)
                 old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 
-                # The gradient of the ratio is the ratio times the gradient of logp. Where a clip decides, the loss is
-                # constant and has no gradient. With one update per step, which is the default, the ratio is 1, and the
-                # gradient is that of -A * logp.
+                # The gradient of the ratio is the ratio times the gradient of logp. With one update per step, which is
+                # the default, the ratio is 1, and the gradient is that of -A * logp. In later updates the policy is no
+                # longer the one that sampled. The ratio corrects for that, but reliably only near 1. The clip therefore
+                # stops pushing a token that has been pushed far enough: the loss is constant there, without a gradient.
                 ratio = (logp - old_logp).clamp(-20, 20).exp()  # The clamp prevents an overflow.
                 unclipped = -A * ratio
                 clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)
                 pg_loss = torch.maximum(unclipped, clipped)
-                # Dual clip. Where A < 0, nothing else bounds the loss, and one token could outweigh all others.
+                # Dual clip. Where A < 0 and the ratio is large, the maximum takes the unclipped term. That has no upper
+                # bound, so without this limit one token could outweigh all others.
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)
                 is_clipped = (pg_loss != unclipped).float()  # by any of the three bounds
-                # All weights are 1 unless a flag such as --rollout-is corrects for the engine's different log-probs.
+                # Each token's weight is 1, unless a flag such as --rollout-is corrects for the engine's log-probs.
                 weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss - entropy_bonus * entropy
                 if reference is not None:
                     x = (micro.ref_logp - logp).clamp(-20, 20)
-                    # The estimator k3 = e^x - x - 1 of KL(policy, reference) is never negative. It is cut at 10.
+                    # k3 = e^x - x - 1 is never negative, and its mean over tokens that the policy samples is the
+                    # KL(policy, reference), because e^x has the mean 1 there. Values above 10 become 10.
                     kl = (x.expm1() - x).clamp(max=10)
                     loss = loss + args.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": (kl * mask).sum() / num_tokens})
@@ -192,7 +195,7 @@ def main(args: Args) -> dict[str, float]:
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": (pg_loss * mask).sum() / num_tokens})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
-                means.between_policies(micro, logp, old_logp, weights)  # how much engine, old policy and policy differ
+                means.between_policies(micro, logp, old_logp, weights)  # distances of engine, old policy and policy
             norm = clip_grad_norm(policy, args.grad_clip)
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()

@@ -54,7 +54,7 @@ class Run:
         run.begin({"actor": (policy, optimizer)}, ...)    loads it
         for step in run.steps(state):                     saves a checkpoint before each step, if --save-freq says so
             ...
-            run.may_stop_after("gen")                     ends the phase "gen" of the step
+            run.may_stop_after("gen")                     marks the end of the phase "gen"
             for micro_rows in run.micro_batches(update):  as `update.micro_batches`, but the run may stop between two
                 ...
             run.log_step({...}, ...)
@@ -64,8 +64,9 @@ class Run:
 
     All ranks must make all calls. A run that is asked to stop, by SIGTERM, Ctrl-C or --max-hours, saves and ends the
     process, with exit code 0, at the next end of a phase or micro-batch. It saves the state with which the step began.
-    That state is gone when an optimizer step has changed the weights. From then on the run makes the step to its end
-    before it stops. The same command continues the run.
+    That state is gone when an optimizer step has changed the weights. From then on the run completes the step, and
+    begins the next one. It saves the state with which that begins, and exits at its first end of a phase. The same
+    command continues the run.
 
     Raises ValueError, on every rank, if the folder or the port of --prometheus-port is in use, or if the folder's
     checkpoints are all damaged or come from other settings or data.
@@ -203,7 +204,7 @@ class Run:
         self.step, self.clock = step, Clock(self.ranks)
 
     def may_stop_after(self, phase: str) -> None:
-        """End a phase of the step. Its seconds become the metric timing_s/<phase>. Then, if any rank was asked to stop
+        """Mark the end of a phase. Its seconds become the metric timing_s/<phase>. Then, if any rank was asked to stop
         and no optimizer step has changed the weights since the step began, save and end this process with exit code 0.
         All ranks must enter.
         """
