@@ -187,7 +187,7 @@ def main(args: Args) -> dict[str, float]:
 
         # === algorithm ================================================================================================
         # 4. Advantages. The reward is the score, at the last token of a response. What an environment gave for a turn
-        # stands at the end of that turn. From each token on, how much better did it go than the critic predicted?
+        # is at the end of that turn. From each token on, how much better did it go than the critic predicted?
         mask = batch.response_mask  # (b, T): 1 for the tokens that the actor sampled
         rewards, kl_metrics = token_rewards(responses, batch), {}  # (b, T), the score at the last token of a response
         if args.kl.use_kl_in_reward:

@@ -12,7 +12,7 @@ right, and s_i is its score.
     PRM's loss     -a_i log sigmoid(beta sum_t q_it) - (1 - a_i) log sigmoid(-beta sum_t q_it), mean over responses
     token reward   r_it = beta q_it, 0 for the last token; divided by the largest |sum of r to the end| of the step
     leave-one-out  p_it = r_it n / (n - 1) - sum_j m_j / (n - 1)         m_j: mean of r over the tokens of response j
-    outcome        o_i  = s_i minus the mean of the other scores of its group; it stands at the last token
+    outcome        o_i  = s_i minus the mean of the other scores of its group; it is at the last token
     return         R_it = sum of 5 p + 5 o from token t to the end
     advantage      A_it = (R_it - mean of R) / (standard deviation of R), over all tokens of the step
 

@@ -11,7 +11,7 @@ After a change of this file, run `python tools/afternoon.py`, which makes the no
 #
 # 1. **One prompt and four responses**: every number on the way to the loss and its gradient, checked by hand
 # 2. **Ten steps of training**: the curve, and the responses that it comes from
-# 3. **What breaks when one line is changed**: no baseline, a learning rate that is too high, a careless reward
+# 3. **What breaks when one thing is changed**: no baseline, a learning rate that is too high, a careless reward
 # 4. **Exercises**: four changes for you to make, with the curves of their solutions
 #
 # The notebook runs in less than 15 minutes on two CPU cores, and it needs no GPU. You can also read it without
@@ -57,13 +57,14 @@ torch.set_num_threads(1)
 # ## The model and its task
 #
 # The task is a chain of four additions and subtractions of one-digit numbers, such as `4+3-5+2+1=?`. A response is
-# right if it ends with `#### 5`. The model is a transformer with 0.2 million parameters, and each of its tokens is a
-# character.
+# right if the number after its last `####` is right, as in `#### 5`. The model is a transformer with 0.2 million
+# parameters. Each of its tokens is a character, except for a few special tokens, such as the one that ends a response.
 #
 # A model that writes noise cannot learn from scores, because no response is ever right. So the model first sees
 # demonstrations, which is called supervised fine-tuning (SFT). These demonstrations are imperfect on purpose. About
-# half of them show their work and are nearly always correct, but half of those end in a form that earns nothing. The
-# others are bare guesses. So the model can already solve the task, but it does so in only about 30 % of its
+# half of them show their work and are nearly always correct. But half of these end in a form that earns nothing, such
+# as `Answer: 5` or `So 5`. The other demonstrations are bare guesses, such as `#### 7`, and most of them answer prompts
+# that begin with 5 or more. So the model can already solve the task, but it does so in only about 30 % of its
 # responses. What is left to learn is which of its habits earn a point.
 
 # %%
@@ -82,8 +83,8 @@ script(
 # %% [markdown]
 # # 1. One prompt and four responses
 #
-# The **policy** is the model that learns. We sample four responses to each of some prompts, at temperature 1. The
-# engine that samples has its own copy of the model.
+# The **policy** is the model that learns. We sample four responses to each of 64 prompts, at temperature 1, which gives
+# 256 responses. The engine that samples has its own copy of the model.
 
 # %%
 ranks = init_ranks()  # this process, which is the only one
@@ -99,8 +100,8 @@ samples = sample_groups(engine, rows, sampling, seed=0)  # 4 responses to the fi
 len(samples)
 
 # %% [markdown]
-# A **reward function** gives each response a **score**. Here it is 1 if the last number behind `####` is right, and 0
-# otherwise. Nobody says which token was good or bad, and the score has no gradient.
+# A **reward function** gives each response a **score**. Here it is 1 if the number after the last `####` is right, and
+# 0 otherwise. Nobody says which token was good or bad, and the score has no gradient.
 #
 # The four responses to a prompt are its **group**. From here on we look at one group alone, the first one that has
 # four different responses, of which two are right. In the saved outputs these are a wrong guess, correct work with an
@@ -130,9 +131,9 @@ for sample, score in zip(group, scores[0]):
 # ## Token ids and the mask
 #
 # The model sees numbers. We put each prompt and its response into one row, and fill the shorter rows up at the end.
-# This gives a tensor with b = 4 rows and T columns. The **mask** is 1 for the tokens that the policy has sampled.
-# These include the token that ends the response (`■`). The mask is 0 for the prompt, which the policy has not chosen,
-# and for the padding, which means nothing. A line break is shown as `⏎`, and a space as `␣`.
+# This gives a tensor with b = 4 rows and T columns. The **mask** is 1 for the tokens that the policy has sampled. These
+# include the token that ends the response (`■`). The mask is 0 for the prompt, which the policy has not chosen, and for
+# the padding, which means nothing. A line break is shown as `⏎`, a space as `␣`, and padding as `-`.
 
 # %%
 batch = collate(group)  # `batch` has all tensors of this page
@@ -174,8 +175,9 @@ assert torch.equal(shifted_mask, mask[:, 1:])
 assert torch.isclose(log_probs[shortest, t - 1], by_hand, atol=1e-5)
 
 # %% [markdown]
-# The log-probs of all tokens of this response tell where the policy was sure of itself, and where it could just as
-# well have written something else. The engine has computed the same numbers when it sampled.
+# The log-probs of all tokens of this response tell where the policy was sure of itself, and where it could just as well
+# have written something else. In the saved outputs it was unsure twice. At the first token it chose to guess, and not
+# to work. Later it chose the number 7. The engine has computed the same numbers when it sampled.
 
 # %%
 print("token  log-prob  probability")
@@ -187,8 +189,9 @@ print(f"largest difference from the log-probs of the engine: {gap:.0e}")
 assert gap < 1e-4
 
 # %% [markdown]
-# `train_grpo.py` uses another function for this, which computes no padding, and the prompt of a group only once. Its
-# results have the shape (b, T), so column t describes the token at position t. The numbers are the same.
+# `train_grpo.py` uses another function for this. It spends no time on padding, and it runs the prompt of a group
+# through the model only once. Its results have the shape (b, T), so column t describes the token at position t. The
+# numbers are the same.
 
 # %%
 with quiet():
@@ -224,7 +227,8 @@ print("a group whose scores are all 1:", group_advantages(torch.ones(1, 4)).toli
 # %% [markdown]
 # ## The ratio is 1, and still has a gradient
 #
-# The **ratio** of a token is its probability now, divided by its probability when it was sampled:
+# The **ratio** of a token is its probability now, divided by its probability when the step began. That is the
+# probability with which the policy sampled it:
 #
 # ```
 # ratio_it = exp(l_it - l_old_it)
@@ -249,9 +253,9 @@ assert (ratio.item(), logp.grad.item()) == (1.0, 1.0)
 # ```
 #
 # All ratios are 1, so the clip changes nothing, and each token of response i has the loss -A_i. If response i has n_i
-# sampled tokens, then the loss is the sum of -A_i n_i over the responses, divided by the number of all sampled
-# tokens. The value of this loss means little. It is near 0 by construction, and it does not fall during training.
-# Only its gradient matters.
+# sampled tokens, then the loss is the sum of -A_i n_i over the responses, divided by the number of all sampled tokens.
+# The advantages of a group add up to 0. So this loss would be 0 if all responses were equally long, and otherwise it
+# says only how long they are. It does not fall during training, and only its gradient matters.
 
 # %%
 A = advantages.view(-1, 1)  # (b, 1)
@@ -270,10 +274,10 @@ assert torch.isclose(loss, -(A[:, 0] * M.sum(1)).sum() / M.sum(), atol=1e-6)
 # %% [markdown]
 # ## The gradient
 #
-# Let N be the number of all sampled tokens. By the section on the ratio, the derivative of the loss with respect to
-# the log-prob of a sampled token is -A_i / N. For all other tokens it is 0. An optimizer goes against the gradient:
-# it raises the log-probs of responses with a positive advantage, and lowers those of responses with a negative
-# advantage.
+# Let N be the number of all sampled tokens. As the section on the ratio has shown, the derivative of the loss with
+# respect to the log-prob of a sampled token is -A_i / N. For all other tokens it is 0. An optimizer moves the weights
+# against the gradient. So it raises the log-probs of responses with a positive advantage, and lowers those of responses
+# with a negative advantage.
 
 # %%
 loss.backward()
@@ -321,8 +325,8 @@ for i in range(4):
 # %% [markdown]
 # Responses share weights and often their first tokens, so a response can move against its own advantage. In the saved
 # outputs this happens to response 2, which begins with `####` as response 0 does. But taken together, the changes go
-# with the advantages. The sum of A_i times the change of the log-prob of response i is positive, because this is what
-# the optimizer step maximizes.
+# with the advantages. The gradient of the loss is -1 / N times the gradient of this sum: A_i times the log-prob of
+# response i, added up over the responses. So a small step against the gradient of the loss makes the sum larger.
 
 # %%
 change = ((after - log_probs.detach()) * M).sum(1)
@@ -332,9 +336,17 @@ assert (A[:, 0] * change).sum() > 0
 # %% [markdown]
 # ## The clip
 #
-# If we made further optimizer steps with the same responses, the ratios would move further away from 1. The **clip**
-# stops that. A token with a positive advantage has no gradient any more as soon as its ratio is above 1.2. A token
-# with a negative advantage has none as soon as its ratio is below 0.8. They have been pushed far enough.
+# If we made further optimizer steps with the same responses, the ratios would move further away from 1. In the saved
+# outputs, one of them is 0.782 after a single small step.
+#
+# Why is that a problem? The responses were sampled by the old policy. We want to know what is good for the new one,
+# which writes some tokens more often and others less often. The ratio corrects for that, as a weight of each token. But
+# with few samples this is reliable only near 1, since a few large weights would decide everything.
+#
+# So the **clip** takes the gradient away from a token that has moved far enough in the direction in which its advantage
+# pushes it. With a positive advantage this happens as soon as its ratio is above 1.2, and with a negative advantage as
+# soon as its ratio is below 0.8. A token that has moved in the wrong direction keeps its gradient, which pushes it
+# back. The clip does not hold a ratio where it is. Other tokens share the same weights, and may still move it.
 
 # %%
 print("advantage  ratio  -A ratio  -A clip(ratio)    loss  derivative with respect to the log-prob")
@@ -347,12 +359,21 @@ for a in (0.866, -0.866):
         print(f"{a:9.3f}  {r:5.1f}  {unclipped:8.3f}  {clipped:14.3f}  {larger:6.3f}  {change.grad:+.3f}")
 
 # %% [markdown]
-# The derivative is 0 in two rows. In all others it is -A times the ratio.
+# The derivative is 0 in the two rows in which the clipped term is the larger one, since that is a constant. In all
+# other rows it is -A times the ratio.
 #
 # # 2. Ten steps of training
 #
-# A **step** samples the responses to 32 prompts, 8 to each, scores them, and makes one optimizer step as above. We
-# run `train_grpo.py` with the flags of the demo for ten steps.
+# A **step** samples 8 responses to each of 32 prompts, scores them, and makes one optimizer step as above. So a group
+# now has 8 responses instead of 4. We run `train_grpo.py` with the flags of the demo for ten steps.
+#
+# These functions of [tools/afternoon.py](../tools/afternoon.py) are used from here on:
+#
+# - `train(folder, (old, new), **flags)` runs a copy of `train_grpo.py` with these flags. In the copy the text `old` is
+#   replaced by the text `new`. There may be several such pairs. Without any, the script runs as it is. `train` returns
+#   the folder of the run.
+# - `curve(run, metric)` reads the values of a metric, and `curves(title, lines)` draws such curves.
+# - `responses(run, step)` draws responses of a step.
 
 # %%
 FLAGS = {
@@ -373,17 +394,28 @@ FLAGS = {
 first = train(f"{FOLDER}/first", quiet=False, total_training_steps=FIRST_STEPS, **FLAGS | {"test_freq": 5})
 
 # %% [markdown]
-# `reward` is the mean score of the step's 256 sampled responses. `held out` is the share of right answers to 512
-# prompts that are not trained on. There the model always takes its most likely token, so this number may be higher.
+# Each line has numbers of one step. `reward` is the mean score of the 256 sampled responses, and `len` is their mean
+# length in tokens. `entropy` says how undecided the policy is about the next token. `clip` is the share of tokens whose
+# gradient the clip removed. `gap` is the mean absolute difference between the log-probs of engine and trainer, and
+# `|g|` is the norm of the gradient. At the end are the seconds of the step, and those of two of its parts.
+#
+# `held out` is the share of right answers to 512 prompts that are not trained on. There the model always takes its most
+# likely token, which is called greedy decoding. Why does this number jump from 0.52 to 1.00 between steps 5 and 10,
+# while the reward rises only from 0.38 to 0.47? With greedy decoding a habit shows only if it is the most likely one.
+# At steps 0 and 5 guessing is the most likely habit for prompts that begin with 5 or more, which are 280 of the 512
+# prompts. The logged mean length of the held-out responses is exactly that of 280 guesses with 7 tokens and 232 worked
+# solutions with 31. By step 10 the worked solution with `####` has become the most likely response to every prompt. A
+# sampled response still guesses now and then, or ends in another form.
 
 # %%
 curves("mean score of the sampled responses", {"GRPO": curve(first, "critic/score/mean")})
 
 # %% [markdown]
-# The next picture shows responses to one prompt in the first step, with each token in the color of its advantage.
-# Green tokens are made more likely, and red ones less likely. All tokens of a response have the same color. In this
-# group all four responses have done the work. Those that end with `####` beat those that end in another way, since
-# nobody grades those.
+# The next picture shows four of the eight responses to one prompt in the first step, with each token in the color of
+# its advantage. Green tokens are made more likely, and red ones less likely. All tokens of a response have the same
+# color. In the saved outputs, all four have done the work. Those that end with `####` beat those that end in another
+# way, since nobody grades those. Four of the eight responses have the score 1, so the standard deviation is 0.53 and
+# the advantages are 0.94 and -0.94.
 
 # %%
 responses(first, 1)
@@ -398,7 +430,7 @@ responses(first, FIRST_STEPS)
 # `tools/view.py` makes a page with all curves and logged responses of a run, for your browser: `python tools/view.py
 # runs/afternoon/first`.
 #
-# # 3. What breaks when one line is changed
+# # 3. What breaks when one thing is changed
 #
 # Before each picture, say what you expect. First the unchanged script, for 30 steps, to compare with.
 
@@ -436,10 +468,18 @@ curves(
 )
 
 # %% [markdown]
-# With scores of 0 and 1 the baseline is hardly missed on this task. With 9 and 10 the model learns nothing, and even
-# gets worse, although these scores say exactly the same. Every response is pushed up, right or wrong. The useful
-# difference of 1 is drowned by the noise of the common 9. With the baseline it makes no difference what is added to
-# all scores, since the mean takes it away. You can check that without any run:
+# With scores of 0 and 1 the baseline is not missed on this task. The curve without it is even a little higher here.
+# This does not hold in general, as the other curve shows. With 9 and 10 the model learns nothing, and even gets worse,
+# although these scores say exactly the same.
+#
+# Every response is now pushed up, right or wrong. To push all that the policy could write, each as often as the policy
+# writes it, would change nothing, because the probabilities of all responses always add up to 1. But 256 samples are
+# not all responses. Some are sampled too often, and others not at all, so pushing them up changes the model at random.
+# The common 9 makes this noise nine times as large as the difference of 1 would make it. In the first step, where the
+# responses are the same, the norm of the gradient is 1.13 with the scores 9 and 10, and 0.12 with the scores 0 and 1.
+#
+# With the baseline it makes no difference what is added to all scores, since the mean takes it away. You can check that
+# without any run:
 
 # %%
 assert torch.allclose(group_advantages(scores + 9), group_advantages(scores), atol=1e-4)
@@ -471,8 +511,8 @@ curves(
 # ## A reward that can be hacked
 #
 # Suppose that we forget to check the answer, and give a point for the form alone: the response has to end with `####`
-# and a digit. Every right response has this form, so the reward looks harmless. The reward function also reports
-# under `acc` whether the answer was right. This number is only logged, and nothing learns from it.
+# and a digit. Right responses of this model have this form, so the reward looks harmless. The reward function also
+# reports under `acc` whether the answer was right. This number is only logged, and nothing learns from it.
 
 # %%
 Path(f"{FOLDER}/form.py").write_text('''"""A point for the form of a response."""
@@ -503,33 +543,35 @@ responses(hacked, STEPS)
 # %% [markdown]
 # The score goes to 1, and everything looks fine. But the model has found the cheapest way to earn its point, which is
 # to write `####` and a digit. This is called **reward hacking**: the policy optimizes what the function says, and not
-# what its author meant. In the picture no token has a color if all responses have the score 1, because then all
+# what its author meant. In the saved picture no token has a color, because all responses have the score 1, and then all
 # advantages are 0. Read responses in every run, since no curve of the score can show this.
 #
 # # 4. Exercises
 #
-# Make each change in a copy of `train_grpo.py`, or with flags. Say first what you expect. The curves below are those
-# of the solutions, which stand in the last cells.
+# Make each change with `train`, as above, or in a copy of `train_grpo.py`. A flag such as `--ppo-epochs 8` is written
+# `**FLAGS | {"ppo_epochs": 8}` here. Say first what you expect. The solutions with their curves are in the last cells.
 #
 # 1. **Without the division.** Leave out the standard deviation, so that the advantage is the score minus the mean of
-#    its group. This is what Dr. GRPO does. Why does it change so little here?
-# 2. **A price for length.** Write a reward that takes `PRICE` points for each token of the response, which it finds
-#    in `extra_info["response_length"]`. A worked solution has about 31 tokens and is nearly always right. A guess has
-#    about 7 tokens and is right in 15 % of the cases. From which price on does guessing pay? Try 0.01 and 0.06.
+#    its group. This is part of a published variant, Dr. GRPO (arXiv 2503.20783). Why does it change so little here?
+# 2. **A price for length.** Write a reward that subtracts `PRICE` points for each token of the response. It is a
+#    function like that of the hacked reward above, and finds the number of tokens in `extra_info["response_length"]`. A
+#    worked solution has about 31 tokens and is nearly always right. A guess has about 7 tokens and is right in 15 % of
+#    the cases. From which price on does guessing pay? Try 0.01 and 0.06.
 # 3. **Many updates per step.** Make eight optimizer steps with the responses of each step, at three times the rate
-#    (`--ppo-epochs 8 --lr 3e-4`). Then switch off the clip, and the dual clip too (`--clip-ratio-low 1e6
-#    --clip-ratio-high 1e6 --clip-ratio-c 1e9`). What is the clip for?
+#    (`--ppo-epochs 8 --lr 3e-4`). Then switch off the clip (`--clip-ratio-low 1e6 --clip-ratio-high 1e6`) and also the
+#    dual clip (`--clip-ratio-c 1e9`). The dual clip is a second limit in `train_grpo.py`. It bounds the loss of a token
+#    with a negative advantage whose ratio is above 3. What does the clip prevent?
 # 4. **Pairs.** Use 128 prompts with 2 responses each, instead of 32 prompts with 8. The number of responses is the
 #    same. In what share of the pairs are both scores equal, so that they teach nothing, if 30 % of all responses are
-#    right?
+#    right? In what share of the groups of eight?
 
 # %% [markdown]
 # ## Solution of exercise 1
 #
 # One line differs. The scores of a group are 0 or 1, so the standard deviation of a group that teaches something is
-# between 0.35 and 0.53. The division makes all advantages two to three times as large, and AdamW does not care about
-# a common factor of the gradient. It matters where the scores of some groups lie much closer together than those of
-# others.
+# between 0.35 and 0.53. The division makes all advantages two to three times as large, and AdamW does not care about a
+# common factor of the gradient. The limit on the norm of the gradient, which is 1, does not act here, because the norm
+# stays below 1. The division matters where the scores of some groups lie much closer together than those of others.
 
 # %%
 no_division = train(
@@ -572,9 +614,9 @@ curves("tokens per response", {"no price": curve(base, LENGTH)} | {k: curve(run,
 # ## Solution of exercise 3
 #
 # Counted in steps, many updates learn faster at first. After the first update the responses are no longer samples of
-# the policy that learns. The ratio corrects for that only as long as it is near 1. Without the clip the later updates
-# push on with tokens whose ratio is already large, and the policy is destroyed. With the clip it gets by, but eight
-# updates at this rate are too many even so. These two runs have 15 steps.
+# the policy that learns. The ratio corrects for that only as long as it is near 1. Without the clip, the later updates
+# push on with tokens whose ratio is already far from 1, and the policy is destroyed. With the clip the policy survives,
+# but eight updates at this rate are too many all the same. These two runs have 15 steps.
 
 # %%
 many = {"ppo_epochs": 8, "lr": 3e-4, "total_training_steps": min(STEPS, 15)}
@@ -594,8 +636,9 @@ curves(
 # ## Solution of exercise 4
 #
 # Both are right with probability 0.3 * 0.3 and both are wrong with probability 0.7 * 0.7, if the prompts are equally
-# hard. So 58 % of the pairs teach nothing. In the other pairs each response is compared with a single other one. In
-# spite of this the curve is nearly the same here, since four times as many prompts make up for it.
+# hard. So 58 % of the pairs teach nothing. In the other pairs each response is compared with a single other one. Of
+# groups of eight only 0.3 ** 8 + 0.7 ** 8, which is 6 %, teach nothing. In spite of this the curve is nearly the same
+# here, since four times as many prompts make up for it.
 
 # %%
 pairs = train(f"{FOLDER}/pairs", total_training_steps=STEPS, **FLAGS | {"train_batch_size": 128, "rollout_n": 2})

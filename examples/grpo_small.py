@@ -1,4 +1,4 @@
-"""GRPO in one short file, which writes out in plain PyTorch everything that the algorithm computes.
+"""GRPO in one short file. Everything that the algorithm computes is written out in plain PyTorch.
 
     make demo                        # makes the model and the data with which this file begins
     python examples/grpo_small.py    # 60 steps on a CPU; each prints its mean score
@@ -14,13 +14,14 @@ Let s_i be the score of response i. Let l_it be the logarithm of the probability
 response i, given the tokens before it. This is called the token's log-prob.
 
     advantage   A_i      = (s_i - mean of its group) / (standard deviation of its group + 1e-6)
-    ratio       ratio_it = exp(l_it - l_old_it)     l_old_it is what l_it was when the response was sampled
+    ratio       ratio_it = exp(l_it - l_old_it)     l_old_it is what l_it was when the step began
     loss        L        = mean over all sampled tokens of max(-A_i ratio_it, -A_i clip(ratio_it, 1 - 0.2, 1 + 0.2))
 
-Given the same responses, this file and train_grpo.py compute the same weights, which a test checks. This file leaves
-out what else train_grpo.py has, such as several GPUs, vLLM, packing, checkpoints, evaluation, a KL term, a dual clip,
-corrections, and a schedule for the learning rate. It calls the plain engine of this project to sample, since the loop
-that samples tokens is not part of GRPO. Read `main` first, and then the two functions above it.
+Given the same responses, this file and train_grpo.py compute the same weights, which a test checks. The only exception
+is the dual clip of train_grpo.py, which can act if --ppo-epochs is above 1. This file leaves out what else
+train_grpo.py has, such as several GPUs, vLLM, packing, checkpoints, evaluation, a KL term, corrections, and a schedule
+for the learning rate. It calls the plain engine of this project to sample, since the loop that samples tokens is not
+part of GRPO. Read `main` first, and then the two functions above it.
 
 P is the number of prompts per step, G is the number of responses to each prompt, and B = P * G. A micro-batch has b
 responses. T is the number of tokens in its longest prompt with response, and V is the size of the vocabulary.
@@ -57,7 +58,7 @@ class Args:
     # These files have prompts and their right answers.
     train_files: tuple[str, ...] = ("runs/demo/data/train.parquet",)
     output_dir: str = "runs/grpo_small"  # The trained model is saved in this folder, from which eval.py can read it.
-    # This is the number of steps. Each of them samples responses and learns from these.
+    # This is the number of steps. Each of them samples responses and learns from them.
     total_training_steps: AtLeast1 = 60
     train_batch_size: AtLeast1 = 32  # Each step takes this many prompts (P).
     # Each prompt gets this many responses (G). They are compared with each other, so it is at least 2.
@@ -128,8 +129,9 @@ def main(args: Args) -> PreTrainedModel:
     if len(rows) < args.train_batch_size:
         raise ValueError(f"--train-batch-size {args.train_batch_size} is more than the {len(rows)} rows; lower it")
 
-    # The policy is in evaluation mode, in which there is no dropout. The log-probs that we compute for the tokens of a
-    # response are therefore those with which the engine has sampled them.
+    # The policy is in evaluation mode, in which there is no dropout, also while it learns. The log-probs that we
+    # compute for the tokens of a response are therefore those with which the engine has sampled them. Gradients are
+    # computed in this mode too.
     ranks = init_ranks()  # this process, which is the only one, and its device
     policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(ranks.device).eval()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.01)  # as in train_grpo.py
@@ -141,12 +143,12 @@ def main(args: Args) -> PreTrainedModel:
     sampling = Sampling(n=args.rollout_n, max_tokens=args.max_response_length, stop_token_ids=ends)
 
     for step in range(args.total_training_steps):
-        # 1. Sample G responses to each of the step's P prompts. The responses to a prompt stand side by side.
+        # 1. Sample G responses to each of the step's P prompts. The responses to a prompt are side by side.
         prompts = prompts_for_step(rows, step, args.train_batch_size, args.seed)  # P
         engine.update_weights(policy.named_parameters())
         samples = sample_groups(engine, prompts, sampling, seed=derive_seed(args.seed, step, ranks.rank))  # B
 
-        # 2. Score each response. To teach something else, call another function of the text here.
+        # 2. Score each response. To teach something else, replace compute_score by another function of the text.
         scores = torch.zeros(args.train_batch_size, args.rollout_n, device=ranks.device)  # (P, G)
         for i, sample in enumerate(samples):
             row = prompts[i // args.rollout_n]
@@ -160,7 +162,7 @@ def main(args: Args) -> PreTrainedModel:
         # step, but only a micro-batch fits into memory at a time. We therefore divide the sum over a micro-batch by the
         # tokens of the whole step. Then the gradients of the micro-batches add up to the gradient of that mean.
         num_tokens = sum(sample.num_sampled for sample in samples)
-        old_log_probs: dict[int, Tensor] = {}  # of each micro-batch, by its first response
+        old_log_probs: dict[int, Tensor] = {}  # of each micro-batch, by the index of its first response
         for _ in range(args.ppo_epochs):
             for start in range(0, len(samples), args.micro_batch_size):
                 micro = slice(start, start + args.micro_batch_size)
