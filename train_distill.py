@@ -9,7 +9,7 @@ its own responses, so it also sees where its own mistakes lead. Let l_it be its 
 i, and l_teacher_it that of the teacher:
 
     advantage   A_it     = l_teacher_it - l_rollout_it     l_rollout: the student's when it sampled, by the engine
-    ratio       ratio_it = exp(l_it - l_old_it)            l_old: l when the step began, so 1 at first
+    ratio       ratio_it = exp(l_it - l_old_it)         l_old: l when the step began, so the ratio is 1 at first
     loss        L        = mean over all sampled tokens of max(-A_it ratio_it, -A_it clip(ratio_it, 1 - low, 1 + high))
 
 The gradient of L estimates that of KL(student, teacher) from one token ("On-Policy Distillation", Thinking Machines

@@ -136,7 +136,7 @@ def main(args: Args) -> PreTrainedModel:
     policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(ranks.device).eval()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.01)  # as in train_grpo.py
 
-    # The engine samples. It has its own copy of the model, and takes over the policy's weights at the start of a step.
+    # The engine samples. It has its own copy of the model, and gets the policy's weights at the start of each step.
     longest = max(len(row["prompt_ids"]) for row in rows) + args.max_response_length
     engine = make_engine(args.model, ranks, EngineFlags(engine="hf"), longest=longest)
     ends = stop_token_ids(args.model, tokenizer)  # a response ends with one of these tokens

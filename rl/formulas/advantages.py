@@ -55,7 +55,7 @@ def _whitened(x: Tensor, weights: Tensor, eps: float) -> Tensor:
 
 
 def group_mean_std(rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased standard deviation (ddof=1) of the scored rewards of each group.
+    """Mean and standard deviation of the scored rewards of each group. The latter divides by their number minus 1.
 
     A group with fewer than two scored rewards has mean 0 and std 1. The mean of equal rewards is exactly that reward.
     Example: [1, 0, 0] -> 1/3, 0.5774.
@@ -87,9 +87,11 @@ def grpo(rewards: Tensor, lengths: Tensor, *, norm_by_std: bool = True, eps: flo
 def grpo_batch(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: object) -> Tensor:
     """Reward against the mean of its group, in units of the standard deviation of the whole step.
 
-    A_i = (r_i - mean_g) / (std + eps), std unbiased over all scored rewards of the step. std is 1 if they are equal or
-    fewer than two. There is one scale for all groups, so one with little spread is not blown up, as in `grpo`.
-    `rewards` must hold every group of the step. Example: rewards [[1, 0], [0, 0]] -> std 0.5 -> [[1, -1], [0, 0]].
+    A_i = (r_i - mean_g) / (std + eps), std over all scored rewards of the step, divided by their number minus 1. std is
+    1 if they are equal or fewer than two. There is one scale for all groups, so one with little spread is not blown up,
+    as in `grpo`. `rewards` must hold every group of the step.
+
+    Example: rewards [[1, 0], [0, 0]] -> std 0.5 -> [[1, -1], [0, 0]].
 
     Source: Tricks or Traps? A Deep Dive into RL for LLM Reasoning (Lite PPO), arXiv 2508.08221.
     """
