@@ -66,6 +66,8 @@ torch.set_num_threads(1)
 # as `Answer: 5` or `So 5`. The other demonstrations are bare guesses, such as `#### 7`, and most of them answer prompts
 # that begin with 5 or more. So the model can already solve the task, but it does so in only about 30 % of its
 # responses. What is left to learn is which of its habits earn a point.
+#
+# `script` runs a script of this repository, and prints the last line of what that has printed.
 
 # %%
 FOLDER = "runs/afternoon"  # for data, models and runs
