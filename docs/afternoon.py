@@ -135,7 +135,7 @@ for sample, score in zip(group, scores[0]):
 # The model sees numbers. We put each prompt and its response into one row, and fill the shorter rows up at the end.
 # This gives a tensor with b = 4 rows and T columns. The **mask** is 1 for the tokens that the policy has sampled. These
 # include the token that ends the response (`■`). The mask is 0 for the prompt, which the policy has not chosen, and for
-# the padding, which means nothing. A line break is shown as `⏎`, a space as `␣`, and padding as `-`.
+# the padding, which means nothing. A line break is shown as `⏎`, a space as `␣`, and padding as `<pad>`.
 
 # %%
 batch = collate(group)  # `batch` has all tensors of this page
@@ -147,7 +147,7 @@ begin, end = len(row["prompt_ids"]), int(batch.lengths[shortest])
 print(f"\nresponse {shortest}, from the last 3 tokens of the prompt to 2 tokens of padding:")
 print("position  id  token  mask")
 for at in range(begin - 3, min(end + 2, ids.shape[1])):
-    token = visible(tokenizer.decode([ids[shortest, at]])) if at < end else "-"
+    token = visible(tokenizer.decode([ids[shortest, at]])) if at < end else "<pad>"
     print(f"{at:8}  {ids[shortest, at]:2}  {token:>5}  {mask[shortest, at]:4g}")
 
 # %% [markdown]
@@ -399,17 +399,18 @@ first = train(f"{FOLDER}/first", quiet=False, total_training_steps=FIRST_STEPS, 
 # Each line has numbers of one step. `reward` is the mean score of the 256 sampled responses, and `len` is their mean
 # length in tokens. `entropy` says how undecided the policy is about the next token. `clip` is the share of tokens whose
 # gradient the clip removed. `gap` is the mean absolute difference between the log-probs of engine and trainer, and
-# `|g|` is the norm of the gradient. At the end are the seconds of the step, and those of two of its parts.
+# `|g|` is the norm of the gradient. At the end are the seconds of the step, and those of some of its parts.
 #
 # `held out` is the share of right answers to 512 prompts that are not trained on. There the model always takes its most
 # likely token, which is called greedy decoding. Why does this number jump from 0.52 to 1.00 between steps 5 and 10,
 # while the reward rises only from 0.38 to 0.47? With greedy decoding a habit shows only if it is the most likely one.
 # At steps 0 and 5 guessing is the most likely habit for prompts that begin with 5 or more, which are 280 of the 512
-# prompts. The logged mean length of the held-out responses is exactly that of 280 guesses with 7 tokens and 232 worked
+# prompts. The mean length that is printed below is exactly that of 280 guesses with 7 tokens and 232 worked
 # solutions with 31. By step 10 the worked solution with `####` has become the most likely response to every prompt. A
 # sampled response still guesses now and then, or ends in another form.
 
 # %%
+print("mean length of the held-out responses, by step:", dict(curve(first, "val/response_length")))
 curves("mean score of the sampled responses", {"GRPO": curve(first, "critic/score/mean")})
 
 # %% [markdown]
@@ -460,6 +461,8 @@ generous = train(
     total_training_steps=STEPS,
     **FLAGS,
 )
+for run in (no_baseline, generous):
+    print(f"{run.name}: norm of the first gradient {curve(run, 'actor/grad_norm')[0][1]:.2f}")
 curves(
     "share of right responses",
     {
@@ -474,11 +477,12 @@ curves(
 # This does not hold in general, as the other curve shows. With 9 and 10 the model learns nothing, and even gets worse,
 # although these scores say exactly the same.
 #
-# Every response is now pushed up, right or wrong. To push all that the policy could write, each as often as the policy
-# writes it, would change nothing, because the probabilities of all responses always add up to 1. But 256 samples are
-# not all responses. Some are sampled too often, and others not at all, so pushing them up changes the model at random.
-# The common 9 makes this noise nine times as large as the difference of 1 would make it. In the first step, where the
-# responses are the same, the norm of the gradient is 1.13 with the scores 9 and 10, and 0.12 with the scores 0 and 1.
+# Every response is now pushed up, right or wrong. If we could push up all possible responses, each as much as it is
+# probable, then nothing would change, because their probabilities always add up to 1. But we have only 256 samples.
+# Some responses are sampled more often than their probability says, and most are not sampled at all. So pushing up
+# whatever was sampled changes the model at random. The common 9 makes this noise nine times as large as the useful
+# difference of 1 would make it. In the first step, where the responses are the same, the norm of the gradient is 1.13
+# with the scores 9 and 10, and 0.12 with the scores 0 and 1.
 #
 # With the baseline it makes no difference what is added to all scores, since the mean takes it away. You can check that
 # without any run:
