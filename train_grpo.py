@@ -26,9 +26,9 @@ train_grpo_variants.py has other estimators, losses and KL terms.
 A step samples responses, scores them and learns from them. It makes one update or more. Each update is one optimizer
 step, on one mini-batch of the step's responses. docs/train_grpo.md explains all of this in more detail.
 
-torchrun starts a process, called a rank, for each GPU. The ranks share the prompts of a step, and each of them holds a
-part of the model's parameters (FSDP2). Each has an engine of its own, unless --tensor-model-parallel-size lets several
-ranks share one. docs/architecture.md explains this.
+torchrun starts a process, called a rank, for each GPU. The ranks divide the prompts of a step among them. Each rank
+holds a part of the model's parameters, and of their gradients and AdamW's moments (FSDP2). Each has an engine with a
+copy of all weights, unless --tensor-model-parallel-size lets several ranks share one. docs/architecture.md explains it.
 """
 
 import math
@@ -114,10 +114,11 @@ def main(args: Args) -> dict[str, float]:
     run.begin({"actor": (policy, optimizer)}, sampler)
 
     # run.steps() saves a checkpoint before each step if --save-freq says so, with what the sampler carries from step to
-    # step. run.may_stop_after(phase) marks the end of a phase, and records its seconds. There, and between two
-    # micro-batches, a run that was asked to stop (SIGTERM, Ctrl-C or --max-hours) saves and exits. What it saves is the
-    # state with which the step began, so a resumed run repeats the step. The first update of a step changes that state.
-    # From then on the run completes the step, begins the next one, and exits there before anything is sampled.
+    # step. run.may_stop_after(phase) marks the end of a phase, and records its seconds. sampler.sample() marks the ends
+    # of its own phases in the same way. There, and between two micro-batches, a run that was asked to stop (SIGTERM,
+    # Ctrl-C or --max-hours) saves and exits. What it saves is the state with which the step began, so a resumed run
+    # repeats the step. The first update of a step changes that state. From then on the run completes the step, begins
+    # the next one, and exits there before anything is sampled.
     for step in run.steps(sampler.state):
         run.evaluate_if_due(sampler.evaluate, policy)  # answers held-out prompts, every --test-freq steps
 
@@ -125,13 +126,13 @@ def main(args: Args) -> dict[str, float]:
         # Which prompts these are depends only on the seed and the number of the step, so a resumed run sees the same
         # ones. The trainer computes the log-probs of a few responses, and the run ends if those of the engine differ
         # too much. Other processes score the responses, by --custom-reward-function or by the function in rewards/ for
-        # the data. All ranks get the scores and lengths of all B responses. Tokens stay on the rank that sampled them
-        # until phase 2. The G responses of a group are neighbors in the list.
+        # the data. It is called with data_source, solution_str, ground_truth and extra_info, and returns the score. All
+        # ranks get the scores and lengths of all B responses. Tokens stay on the rank that sampled them until phase 2.
+        # The G responses of a group are neighbors in the list.
         responses = sampler.sample(policy, step)  # B
 
         # 2. Batch. Divide the step into updates, which are one optimizer step each, and each update into micro-batches.
-        # Send each rank the tokens that it trains on. A response whose reward failed has no score and teaches nothing,
-        # so its mask is 0.
+        # Send each rank the tokens that it trains on. A response whose reward failed has no score, so its mask is 0.
         batch, updates = make_batch(
             responses,
             mini_batch_size=(args.ppo_mini_batch_size or args.train_batch_size) * args.rollout_n,
@@ -170,19 +171,20 @@ def main(args: Args) -> dict[str, float]:
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # Both collect metrics for phase 6.
         for update in updates * args.ppo_epochs:  # the list of mini-batches, once for each epoch, in the same order
-            # All ranks divide by the number of tokens with mask 1 in the mini-batch, on all ranks. So the gradients of
-            # micro-batches and ranks only have to be added up.
+            # All ranks divide by the number of tokens with mask 1 that this mini-batch has on all ranks. So the
+            # gradients of micro-batches and ranks only have to be added up.
             num_tokens = max(update.num_tokens, 1)
             for micro_rows in run.micro_batches(update):
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', T'), as long as the longest of these rows
-                A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
+                # The mask is 1 for sampled tokens of scored responses, the token that ends a response included.
+                A, mask = micro.advantages, micro.response_mask
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling)
                 old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 
                 # The gradient of the ratio is the ratio times the gradient of logp. With one update per step, which is
                 # the default, the ratio is 1, and the gradient is that of -A * logp. In later updates the policy is no
                 # longer the one that sampled. The ratio corrects for that, but reliably only near 1. The clip therefore
-                # stops pushing a token that has been pushed far enough: the loss is constant there, without a gradient.
+                # stops pushing a token that has been pushed far enough: pg_loss is constant there, without a gradient.
                 ratio = (logp - old_logp).clamp(-20, 20).exp()  # The clamp prevents an overflow.
                 unclipped = -A * ratio
                 clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)
@@ -203,11 +205,11 @@ def main(args: Args) -> dict[str, float]:
                     loss = loss + args.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": (kl * mask).sum() / num_tokens})
                 loss = (loss * mask).sum() / num_tokens
-                # Adds the gradients of the micro-batches, and after the last one those of the ranks.
+                # Adds up the gradients of micro-batches and ranks. Whole copies of the model wait for the last one.
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": (pg_loss * mask).sum() / num_tokens})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
-                means.between_policies(micro, logp, old_logp, weights)  # distances of engine, old policy and policy
+                means.between_policies(micro, logp, old_logp, weights)  # actor/ppo_kl and the like
             norm = clip_grad_norm(policy, args.grad_clip)
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()

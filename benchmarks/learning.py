@@ -214,12 +214,12 @@ class Job(NamedTuple):
 # --- running
 
 
-def prepare(args: Args) -> str:
-    """Write the data and train the SFT checkpoint of the setting, unless they exist. Returns the checkpoint's folder.
+def prepare(folder: Path, setting: Setting) -> str:
+    """Write the data of a setting to `folder` and train its SFT checkpoint, unless they exist. Returns the checkpoint's
+    folder.
 
-    Raises: RuntimeError if the checkpoint was made by other commands than SETTINGS has now.
+    Raises: RuntimeError if the checkpoint was made by other commands than those of `setting`.
     """
-    setting, folder = SETTINGS[args.setting], args.work_dir / args.setting
     commands = [
         f"data/arithmetic.py --output-dir {folder}/data {setting.data}",
         f"sft.py --model {folder}/data/model --train-files {folder}/data/sft.parquet --default-local-dir {folder}/sft "
@@ -233,7 +233,9 @@ def prepare(args: Args) -> str:
             subprocess.run([sys.executable, *shlex.split(command)], check=True)
         made.write_text(json.dumps(commands, indent=2) + "\n")
     elif json.loads(made.read_text()) != commands:
-        raise RuntimeError(f"{made} names other commands than SETTINGS[{args.setting!r}]; delete {folder} or change it")
+        raise RuntimeError(
+            f"{made} names other commands than the setting has now; delete {folder} or change the setting"
+        )
     return f"{folder}/sft/global_step_{setting.sft_steps}/huggingface"
 
 
@@ -494,7 +496,7 @@ def main(args: Args) -> list[dict]:
     # One thread: on a model this small two are hardly faster, and far slower when anything else runs on the machine.
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     end_on_sigterm()
-    model = prepare(args)
+    model = prepare(args.work_dir / args.setting, SETTINGS[args.setting])
     jobs = jobs_of(args, model, [name for name in NAMES if not args.only or name in args.only], args.seeds)
     done = [job for job in jobs if (x := result(job)) and x["error"] is None]
     print(f"{len(jobs)} runs, {len(done)} of them finished", flush=True)

@@ -97,7 +97,7 @@ def train(args: Args, variant: str, seed: int, folder: Path) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     task = args.work_dir / "easy"
-    model = learning.prepare(learning.Args(work_dir=args.work_dir))
+    model = learning.prepare(args.work_dir / "easy", learning.SETTINGS["easy"])
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     train_rows, val_rows = (read_rows(task / "data" / f"{name}.parquet") for name in ("train", "test"))
     dataset = for_trl.prompts_in_order(train_rows, args.steps, PROMPTS, seed)
@@ -209,7 +209,7 @@ def main(args: Args) -> list[dict]:
         raise FileNotFoundError(f"{easy}: no such file; make it with benchmarks/learning.py --only grpo")
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     learning.end_on_sigterm()
-    learning.prepare(learning.Args(work_dir=args.work_dir))
+    learning.prepare(args.work_dir / "easy", learning.SETTINGS["easy"])
     jobs = make_jobs(args)
     learning.run_all([j for j in jobs if not (x := learning.result(j)) or x["error"]], args.jobs, args.timeout)
     everything = make_jobs(dataclasses.replace(args, only=tuple(VARIANTS)))

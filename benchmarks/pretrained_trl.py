@@ -9,6 +9,8 @@ TRL has its fastest settings from benchmarks/compare_trl.py: no activation check
 detokenizer in vLLM, no correction for the sampler. Not equal: TRL adds 1e-4 to a group's standard deviation,
 train_grpo.py 1e-6.
 
+Without a GPU, TRL computes in float32 and samples with transformers, which is what it has for a CPU.
+
 Writes config.json and metrics.jsonl with the names of train_grpo.py. timing_s/step is the time from the begin of a step
 to its end, without evaluations. Flags of train_grpo.py that are not listed are ignored.
 """
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -58,16 +61,7 @@ def updates(args: Args) -> int:
 def settings(args: Args) -> dict[str, Any]:
     """Arguments of TRL's GRPOConfig, whose step is one update."""
     responses = args.train_batch_size * args.rollout_n
-    return for_trl.SETTINGS | dict(
-        output_dir=str(args.default_local_dir),
-        max_steps=args.total_training_steps * updates(args),
-        per_device_train_batch_size=args.per_device_train_batch_size,
-        gradient_accumulation_steps=responses // updates(args) // args.per_device_train_batch_size,
-        steps_per_generation=responses // args.per_device_train_batch_size,
-        num_generations=args.rollout_n,
-        max_completion_length=args.max_response_length,
-        learning_rate=args.lr,
-        weight_decay=args.weight_decay,
+    on_gpu: dict[str, Any] = dict(
         bf16=True,
         use_liger_kernel=True,
         use_vllm=True,
@@ -76,9 +70,25 @@ def settings(args: Args) -> dict[str, Any]:
         vllm_max_model_length=args.max_prompt_length + args.max_response_length,
         vllm_importance_sampling_correction=False,
         generation_kwargs=dict(detokenize=False),
-        seed=args.seed,
-        logging_steps=updates(args),
-        model_init_kwargs=dict(dtype="float32", attn_implementation="sdpa"),
+    )
+    on_cpu: dict[str, Any] = dict(bf16=False, use_vllm=False, use_cpu=True, top_k=0)
+    return (
+        for_trl.SETTINGS
+        | (on_gpu if torch.cuda.is_available() else on_cpu)
+        | dict(
+            output_dir=str(args.default_local_dir),
+            max_steps=args.total_training_steps * updates(args),
+            per_device_train_batch_size=args.per_device_train_batch_size,
+            gradient_accumulation_steps=responses // updates(args) // args.per_device_train_batch_size,
+            steps_per_generation=responses // args.per_device_train_batch_size,
+            num_generations=args.rollout_n,
+            max_completion_length=args.max_response_length,
+            learning_rate=args.lr,
+            weight_decay=args.weight_decay,
+            seed=args.seed,
+            logging_steps=updates(args),
+            model_init_kwargs=dict(dtype="float32", attn_implementation="sdpa"),
+        )
     )
 
 
@@ -87,7 +97,6 @@ def main(args: Args) -> None:
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
-    from vllm import SamplingParams
 
     args.default_local_dir.mkdir(parents=True, exist_ok=True)
     shown = {"train_batch_size": args.train_batch_size, "rollout_n": args.rollout_n}
@@ -131,18 +140,30 @@ def main(args: Args) -> None:
                 self.evaluate(step)
 
         def evaluate(self, step):
-            engine = trainer.vllm_generation
-            engine.sync_weights()
-            prompts = [
-                {"prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]}
+            texts = [
+                tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
                 for row in val_rows
-                for text in [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)]
             ]
-            greedy = SamplingParams(temperature=0, max_tokens=args.max_response_length)
-            outputs = engine.llm.generate(prompts, greedy, use_tqdm=False)
-            accuracy = for_trl.accuracy(val_rows, [output.outputs[0].text for output in outputs])
+            responses = (by_vllm if torch.cuda.is_available() else by_transformers)(texts)
+            accuracy = for_trl.accuracy(val_rows, responses)
             write(step=step, **{"val/accuracy": accuracy})
             print(f"step {step} accuracy {accuracy:.4f}", flush=True)
+
+    def by_vllm(texts: list[str]) -> list[str]:
+        from vllm import SamplingParams
+
+        engine = trainer.vllm_generation
+        engine.sync_weights()
+        prompts = [{"prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]} for text in texts]
+        greedy = SamplingParams(temperature=0, max_tokens=args.max_response_length)
+        return [x.outputs[0].text for x in engine.llm.generate(prompts, greedy, use_tqdm=False)]
+
+    def by_transformers(texts: list[str]) -> list[str]:
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        trainer.model.eval()
+        output = trainer.model.generate(**inputs, do_sample=False, max_new_tokens=args.max_response_length)
+        trainer.model.train()
+        return tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
     trainer = GRPOTrainer(
         model=args.model,

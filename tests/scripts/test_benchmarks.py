@@ -53,6 +53,7 @@ from benchmarks import (
     for_trl,
     fp8_gap,
     hybrids,
+    leaderboard,
     learning,
     learning_trl,
     make_model,
@@ -463,6 +464,56 @@ def test_curves_are_means_between_the_extremes(tmp_path):
     )
     width, height = plt.imread(tmp_path / "x.png").shape[1::-1]
     assert width == 1210 and height == 726  # 11 inches and two rows of 3.3 at 110 dots, none for what failed
+
+
+# --- leaderboard.py
+
+
+def timed(name, seed, accuracy, error=None):
+    """A result with an evaluation every five steps, of 2 s each."""
+    x = finished(name, seed, accuracy, error)
+    steps = [5 * i for i in range(len(accuracy))]
+    return x | {"steps": steps, "train_seconds": [2.0 * step for step in steps]}
+
+
+def test_leaderboard_takes_the_first_of_two_evaluations_at_the_target():
+    assert leaderboard.first_of_two([0, 5, 10, 15], [0.1, 0.8, 0.74, 0.8], 0.75) is None
+    assert leaderboard.first_of_two([0, 5, 10, 15, 20], [0.1, 0.8, 0.74, 0.75, 0.9], 0.75) == 15
+    assert leaderboard.first_of_two([0, 5], [0.75, 0.75], 0.75) == 0
+    assert leaderboard.first_of_two([0], [0.9], 0.75) is None
+    x = leaderboard.with_result(timed("grpo", 0, [0.1, 0.8, 0.74, 0.75, 0.9]), 0.75)
+    assert (x["target_step"], x["target_seconds"]) == (15, 30.0)
+    x = leaderboard.with_result(timed("grpo", 0, [0.1, 0.8, 0.8], "exit 1: killed"), 0.75)
+    assert (x["target_step"], x["target_seconds"]) == (None, None)
+
+
+def test_leaderboard_has_the_fastest_entry_first_and_one_that_fails_to_reach_the_target_last():
+    curves = {
+        "slow": ([0.1, 0.5, 0.8, 0.8], [0.1, 0.5, 0.8, 0.8], [0.1, 0.5, 0.5, 0.8, 0.8]),
+        "never": ([0.8, 0.8], [0.1, 0.8], [0.8, 0.8]),
+        "fast": ([0.1, 0.8, 0.8], [0.1, 0.8, 0.8], [0.1, 0.1, 0.8, 0.8]),
+    }
+    runs = [timed(name, seed, y) for name, ys in curves.items() for seed, y in enumerate(ys)]
+    assert leaderboard.table([leaderboard.with_result(x, 0.75) for x in runs]).splitlines()[2:] == [
+        "| `fast` | 10.0 | 10.0, 10.0, 20.0 | 5, 5, 10 |",
+        "| `slow` | 20.0 | 20.0, 20.0, 30.0 | 10, 10, 15 |",
+        "| `never` | - | 0.0, never, 0.0 | 0, -, 0 |",
+    ]
+
+
+def test_leaderboard_evaluates_every_five_steps_in_every_task():
+    for task in leaderboard.TASKS.values():
+        words = task.flags.split()
+        last = max(i for i, word in enumerate(words) if word == "--test-freq")  # the last one counts
+        assert words[last + 1] == "5" and task.rows >= 1000
+        assert len(task.entries) >= 3 and "trl" in task.entries
+
+
+def test_leaderboard_refuses_a_name_without_a_command_and_unknown_entries():
+    with pytest.raises(ValueError, match="--name mine and --command None come together"):
+        leaderboard.main(leaderboard.Args(name="mine"))
+    with pytest.raises(ValueError, match="--only gropo: unknown; choose from grpo, dapo, ppo, trl"):
+        leaderboard.main(leaderboard.Args(only=("gropo",)))
 
 
 WORKER = """
