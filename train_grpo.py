@@ -138,7 +138,7 @@ def main(args: Args) -> dict[str, float]:
             mini_batch_size=(args.ppo_mini_batch_size or args.train_batch_size) * args.rollout_n,
             max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
-            version=sampler.version,  # number of the newest weights. Only --partial-rollouts has tokens of older ones.
+            version=sampler.version,  # number of the newest weights: --partial-rollouts also has tokens of older ones
         )  # (b, T)
         num_updates = len(updates) * args.ppo_epochs
         run.may_stop_after("batch")
@@ -193,7 +193,7 @@ def main(args: Args) -> dict[str, float]:
                 # bound, so without this limit one token could outweigh all others.
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)
                 is_clipped = (pg_loss != unclipped).float()  # by any of the three bounds
-                # Each token's weight is 1, unless a flag such as --rollout-is corrects for the engine's log-probs.
+                # The weights are 1, unless a flag such as --rollout-is corrects for how the engine's log-probs differ.
                 weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss
@@ -205,7 +205,7 @@ def main(args: Args) -> dict[str, float]:
                     loss = loss + args.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": (kl * mask).sum() / num_tokens})
                 loss = (loss * mask).sum() / num_tokens
-                # Adds up the gradients of micro-batches and ranks. Whole copies of the model wait for the last one.
+                # Adds up the gradients of micro-batches and ranks. If each rank has a whole model, it does so once.
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": (pg_loss * mask).sum() / num_tokens})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
@@ -214,7 +214,7 @@ def main(args: Args) -> dict[str, float]:
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()
             else:
-                run.skip_update(norm, update.num_tokens, batch)  # raises an error at the third in a row
+                run.skip_update(norm, update.num_tokens, batch)  # raises an error if it skips the third in a row
             optimizer.zero_grad(set_to_none=True)
             norms.append({"actor": norm})
         run.may_stop_after("update_actor")

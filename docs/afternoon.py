@@ -67,7 +67,7 @@ torch.set_num_threads(1)
 # that begin with 5 or more. So the model can already solve the task, but it does so in only about 30 % of its
 # responses. What is left to learn is which of its habits earn a point.
 #
-# `script` runs a script of this repository, and prints the last line of what that has printed.
+# `script` runs a script of this repository, and prints the last line of its output.
 
 # %%
 FOLDER = "runs/afternoon"  # for data, models and runs
@@ -178,8 +178,8 @@ assert torch.isclose(log_probs[shortest, t - 1], by_hand, atol=1e-5)
 
 # %% [markdown]
 # The log-probs of all tokens of this response tell where the policy was sure of itself, and where it could just as well
-# have written something else. In the saved outputs it was unsure twice. At the first token it chose to guess, and not
-# to work. Later it chose the number 7. The engine has computed the same numbers when it sampled.
+# have written something else. In the saved outputs it took an unlikely token twice. At the first token it
+# chose to guess, and not to work. Later it chose the number 7. The engine computed the same numbers when it sampled.
 
 # %%
 print("token  log-prob  probability")
@@ -403,11 +403,11 @@ first = train(f"{FOLDER}/first", quiet=False, total_training_steps=FIRST_STEPS, 
 #
 # `held out` is the share of right answers to 512 prompts that are not trained on. There the model always takes its most
 # likely token, which is called greedy decoding. Why does this number jump from 0.52 to 1.00 between steps 5 and 10,
-# while the reward rises only from 0.38 to 0.47? With greedy decoding a habit shows only if it is the most likely one.
-# At steps 0 and 5 guessing is the most likely habit for prompts that begin with 5 or more, which are 280 of the 512
-# prompts. The mean length that is printed below is exactly that of 280 guesses with 7 tokens and 232 worked
-# solutions with 31. By step 10 the worked solution with `####` has become the most likely response to every prompt. A
-# sampled response still guesses now and then, or ends in another form.
+# while the reward of the last five steps stays between 0.38 and 0.53? With greedy decoding a habit shows only if it is
+# the most likely one. At steps 0 and 5 guessing is the most likely habit for prompts that begin with 5 or more, which
+# are 280 of the 512 prompts. The mean length that is printed below is exactly that of 280 guesses with 7 tokens and 232
+# worked solutions with 31. By step 10 the worked solution with `####` has become the most likely response to every
+# prompt. A sampled response still guesses now and then, or ends in another form.
 
 # %%
 print("mean length of the held-out responses, by step:", dict(curve(first, "val/response_length")))
@@ -445,11 +445,12 @@ ADVANTAGE = "advantages_PG = ((scores_PG - mean) / (std + 1e-6)).nan_to_num()"  
 # %% [markdown]
 # ## No baseline
 #
-# The mean of the group is the **baseline**. Without it and without the division, the advantage is the score itself.
-# Wrong responses then have the advantage 0 and teach nothing, and right ones are still made more likely. Will it
-# learn?
+# The mean of the group is the **baseline**. Without it and without the division, the advantage is the score itself. The
+# division has to go as well. In a group that is all right the standard deviation is 0, so the advantage would be a
+# million. Wrong responses then have the advantage 0 and teach nothing, and right ones are still made more likely. Will
+# it learn?
 #
-# And what if the teacher is generous, and gives 9 points for a wrong response and 10 for a right one?
+# And what if the reward function is generous, and gives 9 points for a wrong response and 10 for a right one?
 
 # %%
 no_baseline = train(
@@ -475,14 +476,15 @@ curves(
 # %% [markdown]
 # With scores of 0 and 1 the baseline is not missed on this task. The curve without it is even a little higher here.
 # This does not hold in general, as the other curve shows. With 9 and 10 the model learns nothing, and even gets worse,
-# although these scores say exactly the same.
+# although these scores say exactly the same thing.
 #
 # Every response is now pushed up, right or wrong. If we could push up all possible responses, each as much as it is
 # probable, then nothing would change, because their probabilities always add up to 1. But we have only 256 samples.
 # Some responses are sampled more often than their probability says, and most are not sampled at all. So pushing up
-# whatever was sampled changes the model at random. The common 9 makes this noise nine times as large as the useful
-# difference of 1 would make it. In the first step, where the responses are the same, the norm of the gradient is 1.13
-# with the scores 9 and 10, and 0.12 with the scores 0 and 1.
+# whatever was sampled changes the model at random. What counts is how large the noise is beside the signal. The signal
+# is the difference of 1 between right and wrong, with both kinds of scores. The common 9 adds only noise. In the first
+# step, where the responses are the same, the norm of the gradient is 1.13 with the scores 9 and 10, and 0.12 with the
+# scores 0 and 1.
 #
 # With the baseline it makes no difference what is added to all scores, since the mean takes it away. You can check that
 # without any run:
@@ -547,10 +549,12 @@ curves(
 responses(hacked, STEPS)
 
 # %% [markdown]
-# The score goes to 1, and everything looks fine. But the model has found the cheapest way to earn its point, which is
-# to write `####` and a digit. This is called **reward hacking**: the policy optimizes what the function says, and not
-# what its author meant. In the saved picture no token has a color, because all responses have the score 1, and then all
-# advantages are 0. Read responses in every run, since no curve of the score can show this.
+# The score goes to 1, and everything looks fine. But the model has found the easiest way to earn its point, which is to
+# write `####` and a digit. A guess always ends in this form, while worked responses often end in one that earns
+# nothing. So guesses are above the mean of their group. This is called **reward hacking**: the policy optimizes what
+# the function says, and not what its author meant. In the saved picture no token has a color, because all responses
+# have the score 1, and then all advantages are 0. Read responses in every run, since no curve of the score can show
+# this.
 #
 # # 4. Exercises
 #
@@ -575,9 +579,10 @@ responses(hacked, STEPS)
 # ## Solution of exercise 1
 #
 # One line differs. The scores of a group are 0 or 1, so the standard deviation of a group that teaches something is
-# between 0.35 and 0.53. The division makes all advantages two to three times as large, and AdamW does not care about a
-# common factor of the gradient. The limit on the norm of the gradient, which is 1, does not act here, because the norm
-# stays below 1. The division matters where the scores of some groups lie much closer together than those of others.
+# between 0.35 and 0.53. The division makes all advantages about two to three times as large, and AdamW does not care
+# about a common factor of the gradient. The limit on the norm of the gradient, which is 1, does not act here, because
+# the norm stays below 1. The division matters where the scores of some groups lie much closer together than those of
+# others.
 
 # %%
 no_division = train(
@@ -621,8 +626,8 @@ curves("tokens per response", {"no price": curve(base, LENGTH)} | {k: curve(run,
 #
 # Counted in steps, many updates learn faster at first. After the first update the responses are no longer samples of
 # the policy that learns. The ratio corrects for that only as long as it is near 1. Without the clip, the later updates
-# push on with tokens whose ratio is already far from 1, and the policy is destroyed. With the clip the policy survives,
-# but eight updates at this rate are too many all the same. These two runs have 15 steps.
+# go on pushing tokens whose ratio is already far from 1, and the policy ends worse than it began. With the clip it
+# stays better, but eight updates at this rate are still too many. These two runs have 15 steps.
 
 # %%
 many = {"ppo_epochs": 8, "lr": 3e-4, "total_training_steps": min(STEPS, 15)}

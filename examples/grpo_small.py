@@ -171,8 +171,8 @@ def main(args: Args) -> PreTrainedModel:
 
                 # In the first pass the policy is still the one that sampled. Its log-probs are the old log-probs, and
                 # every ratio is 1. But the gradient of a ratio is not 0, since `detach` makes the old log-prob a
-                # constant. It is the gradient of the log-prob. The optimizer step therefore makes the tokens of a
-                # response more likely if its advantage is positive, and less likely if its advantage is negative.
+                # constant. It is the gradient of the log-prob. The optimizer step therefore pushes the
+                # log-probs of a response up if its advantage is positive, and down if its advantage is negative.
                 old = old_log_probs.setdefault(start, log_probs.detach())
                 ratio = (log_probs - old).exp()
 
