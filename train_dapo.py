@@ -85,7 +85,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     max_response_length: AtLeast1 = 1024  # A response has at most this many tokens. A longer one is cut.
     # Each optimizer step takes the responses to this many prompts. The default is a quarter of a step.
     ppo_mini_batch_size: AtLeast1 | None = None
-    ppo_epochs: Few = 1  # The updates of a step pass over its responses this many times.
+    ppo_epochs: Few = 1  # The updates of a step use each of its responses this many times.
     # AdamW has this learning rate after warm-up. LoRA needs about ten times that of full training.
     lr: NotNegative = 1e-6
     lr_warmup_steps: Count = 10  # The learning rate rises linearly over this many steps.

@@ -66,7 +66,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     max_response_length: AtLeast1 = 1024  # A response has at most this many tokens. A longer one is cut.
     # Each optimizer step takes the responses to this many prompts. By default it takes all of a step.
     ppo_mini_batch_size: AtLeast1 | None = None
-    ppo_epochs: Few = 1  # The updates of a step pass over its responses this many times.
+    ppo_epochs: Few = 1  # The updates of a step use each of its responses this many times.
     # sampled pulls the student to the teacher by the advantage of the sampled token. The others are distances between
     # whole distributions.
     loss_mode: Literal[*DISTANCES] = "sampled"

@@ -70,7 +70,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     max_response_length: AtLeast1 = 1024  # A response has at most this many tokens. A longer one is cut.
     # Each optimizer step takes the responses to this many prompts. By default it takes all of a step.
     ppo_mini_batch_size: AtLeast1 | None = None
-    ppo_epochs: Few = 1  # The updates of a step pass over its responses this many times.
+    ppo_epochs: Few = 1  # The updates of a step use each of its responses this many times.
     # Clip the ratio from below at 1 minus this, for tokens that are being pushed down (A < 0).
     clip_ratio_low: NotNegative = 0.2
     # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). DAPO uses 0.28.
@@ -107,10 +107,10 @@ def main(args: Args) -> dict[str, float]:
     # `sampling` says how responses are sampled.
     ranks, longest, sampling = run.ranks, task.longest, task.sampling
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
-    sampler = open_sampler(args, task, run)  # starts the engine, which by default sleeps while we learn
+    sampler = open_sampler(args, task, run)  # starts the engine. Its memory is free while we learn
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.use_kl_loss else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    # Loads a checkpoint if the run has one, tries out the largest micro-batch, and starts the trackers.
+    # Loads a checkpoint if the run has one, tests that the largest micro-batch fits, and starts the trackers.
     run.begin({"actor": (policy, optimizer)}, sampler)
 
     # run.steps() saves a checkpoint before each step if --save-freq says so, with what the sampler carries from step to

@@ -67,7 +67,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     max_response_length: AtLeast1 = 1024  # A response has at most this many tokens. A longer one is cut.
     # Each optimizer step takes the responses to this many prompts. The default is a quarter of --train-batch-size.
     ppo_mini_batch_size: AtLeast1 | None = None
-    ppo_epochs: Few = 1  # The updates of a step, of critic and actor, pass over its responses this many times.
+    ppo_epochs: Few = 1  # The updates of a step, of critic and actor, use each response this many times.
     gamma: Share = 1.0  # A reward that comes one token later is multiplied by this discount.
     # This is lambda of GAE. With 1 it trusts the rewards (no bias), with 0 the critic (little variance).
     lam: Share = 1.0

@@ -81,7 +81,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     max_response_length: AtLeast1 = 1024  # A response has at most this many tokens. A longer one is cut.
     # Each optimizer step takes the responses to this many prompts. By default it takes all of a step.
     ppo_mini_batch_size: AtLeast1 | None = None
-    ppo_epochs: Few = 1  # The policy's updates of a step pass over its responses this many times.
+    ppo_epochs: Few = 1  # The policy is updated with each response of a step this many times.
     # Clip the ratio from below at 1 minus this, for tokens that are being pushed down (A < 0).
     clip_ratio_low: NotNegative = 0.2
     # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). DAPO uses 0.28.

@@ -61,10 +61,10 @@ torch.set_num_threads(1)
 # parameters. Each of its tokens is a character, except for a few special tokens, such as the one that ends a response.
 #
 # A model that writes noise cannot learn from scores, because no response is ever right. So the model first sees
-# demonstrations, which is called supervised fine-tuning (SFT). These demonstrations are imperfect on purpose. About
-# half of them show their work and are nearly always correct. But half of these end in a form that earns nothing, such
-# as `Answer: 5` or `So 5`. The other demonstrations are bare guesses, such as `#### 7`, and most of them answer prompts
-# that begin with 5 or more. So the model can already solve the task, but it does so in only about 30 % of its
+# demonstrations, which is called supervised fine-tuning (SFT). These demonstrations are imperfect on purpose. About a
+# quarter show correct work and end in `####` and the result. Another quarter show correct work, but end in a form that
+# earns nothing, such as `Answer: 5` or `So 5`. Half are bare guesses, such as `#### 7`, and most of these answer
+# prompts that begin with 5 or more. So the model can already solve the task, but it does so in only about 30 % of its
 # responses. What is left to learn is which of its habits earn a point.
 #
 # `script` runs a script of this repository, and prints the last line of its output.
