@@ -25,7 +25,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 LAYOUT = ROOT / "benchmarks" / "tables.toml"
-WITH_TABLES = ("performance", "models", "results", "scaling", "environments", "train_async", "troubleshooting")
+WITH_TABLES = (
+    "performance", "models", "results", "scaling", "environments", "train_async", "troubleshooting", "leaderboard",
+)  # fmt: skip
 PAGES = (*(ROOT / "docs" / f"{name}.md" for name in WITH_TABLES), RESULTS / "README.md", ROOT / "README.md")
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TAKE = {"median": statistics.median, "mean": statistics.mean, "min": min, "max": max}
