@@ -55,7 +55,6 @@ TASKS = {
         flags=f"{SUMS.train} --ppo-mini-batch-size 8 --lr 3e-5",
         entries={
             "grpo": "train_grpo.py",
-            "grpo_16": "train_grpo.py --train-batch-size 16 --rollout-n 16 --ppo-mini-batch-size 4",
             "dapo": "train_dapo.py --lr-warmup-steps 0 --weight-decay 0.01",
             "ppo": "train_ppo.py --train-batch-size 256 --rollout-n 1 --ppo-mini-batch-size 64 --critic-lr 1e-3",
             "trl": "benchmarks/pretrained_trl.py",
