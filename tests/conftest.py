@@ -29,6 +29,7 @@ LONGEST = (
     "test_sampler_faults",
     "test_sandbox",
     "test_afternoon",
+    "test_systems",
     "test_scoring",
     "test_processes",
     "test_run_faults",
