@@ -121,7 +121,7 @@ def run(args: Args, share: float, steps: int, words: list[str], name: str, *, ma
     shutil.rmtree(folder, ignore_errors=True)
     own = f"--partial-rollouts {share} --max-response-length {max_length} --total-training-steps {steps}".split()
     own += ["--rollout-is", "token" if share else "none", "--default-local-dir", str(folder)]
-    train = tyro.cli(train_grpo.Args, args=[*words, *own], config=(tyro.conf.OmitArgPrefixes,))
+    train = step_time.args_of(train_grpo.Args, [*words, *own])
     vocabulary = step_time.AutoConfig.from_pretrained(train.model).vocab_size
     in_flight.InFlight = seeded_stream(args, share, vocabulary)
     train_grpo.main(train)

