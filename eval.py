@@ -56,7 +56,7 @@ class Args:
     k: tuple[int, ...] = ()  # Report pass@k for these k. The default is 1, 2, 4, ... up to --rollout-n.
     correct_at: float = 1.0  # For pass@k, a response counts as right from this score on.
     seed: Count = 0  # The seed decides the samples.
-    output: str | None = None  # Write every response with its score to this jsonl file.
+    output: str | None = None  # Write every response with its score to this jsonl file. By default none is written.
     texts: Texts = Texts()
     scoring: Scoring = Scoring()
     rollout: EngineSizes = EngineSizes(gpu_memory_utilization=0.9)

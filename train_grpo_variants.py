@@ -87,7 +87,8 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     # trajectory: compare whole responses. turn: in a conversation of several turns, compare what each turn earned from
     # then on with the same turn in the other responses of the group.
     advantage_by: Literal["trajectory", "turn"] = "trajectory"
-    gdpo_reward_keys: tuple[str, ...] = ()  # gdpo only: these components of the score are compared, each on its own.
+    # gdpo only: these components of the score are compared, each on its own. There is no default, so gdpo needs it.
+    gdpo_reward_keys: tuple[str, ...] = ()
     # gdpo only: the components have these weights. The default is 1 for each.
     gdpo_reward_weights: tuple[float, ...] = ()
     loss_mode: Literal[*LOSSES] = "ppo_clip"  # This is the loss of a token. docs/variants.md explains each of these.

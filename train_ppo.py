@@ -55,8 +55,8 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     text_only = "the critic of train_ppo.py"  # so no row may have images
     # The actor is loaded from this Hugging Face id or folder, and so is the reference for KL terms.
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"
-    # The critic is loaded from this id or folder, which holds a reward model or a language model. The default is
-    # --model with a freshly initialized value head.
+    # The critic is loaded from this id or folder, which holds a reward model or a language model. Its default is that
+    # of --model, with a freshly initialized value head.
     critic_model: str | None = None
     # Each step takes this many prompts (P). With one response to each, PPO needs more of them than GRPO.
     train_batch_size: AtLeast1 = 512

@@ -31,10 +31,11 @@ PARTNER = Needs("environment", "tools")
 class EnvironmentFlags:
     """These flags decide what answers the policy, turn by turn."""
 
-    # The class file.py[:Class], by default Environment, answers the policy. docs/environments.md has its contract.
+    # The class file.py[:Class] answers the policy. Without :Class it is the class Environment of that file.
+    # docs/environments.md has its contract. By default nothing answers, so a response is a single turn.
     environment: str | None = None
-    # The policy may call these tools. Each is file.py[:function], by default all functions of the file, or the URL of
-    # an MCP server.
+    # The policy may call these tools. Each is the URL of an MCP server, or file.py[:function]. Without :function these
+    # are all functions of the file. By default the policy has no tools.
     tools: tuple[str, ...] = ()
     # The policy has at most this many turns in a conversation. All of it has --max-response-length tokens.
     max_turns: Annotated[AtLeast1, PARTNER] = 8

@@ -17,8 +17,8 @@ class Correction:
     """The policy that sampled is not quite the one that learns. These flags correct for that."""
 
     # Multiply the loss of a token by a truncated ratio of trainer to engine (TIS). none does not do so, token takes the
-    # ratio of the token, and sequence takes that of its response. Without this flag it is none, but
-    # --rollout-quantization and --partial-rollouts then ask for a choice.
+    # ratio of the token, and sequence takes that of its response. The default is none, except that one has to
+    # choose with --rollout-quantization or --partial-rollouts.
     rollout_is: Literal["none", "token", "sequence"] | None = None
     rollout_is_threshold: Annotated[Positive, Needs("rollout_is")] = 2.0  # A larger ratio counts as this.
     rollout_is_threshold_lower: Annotated[NotNegative, Needs("rollout_is")] = 0.0  # A smaller ratio counts as this.
@@ -30,9 +30,10 @@ class Correction:
     # This is the smallest ratio that is kept.
     rollout_mask_threshold_lower: Annotated[NotNegative, Needs("rollout_mask")] = 0.5
     # Leave out responses with a negative advantage that have become less likely by more than this, in nats per token.
+    # By default none is left out because of that.
     off_policy_mask_threshold: Positive | None = None
-    # Leave out tokens whose probability by the policy that learns differs by more than this from that by the engine
-    # (IPO).
+    # Leave out tokens to which the policy that learns and the engine give probabilities that differ by more than this,
+    # as in IPO. By default none is left out because of that.
     probability_mask_threshold: Positive | None = None
 
     def check(self, flags: Mapping[str, Any]) -> None:

@@ -18,7 +18,8 @@ from rl.flags import AtLeast1, Needs
 class RewardModelFlags:
     """A reward model scores responses."""
 
-    # A model that train_reward.py has trained, given by id or folder, also scores. Its score joins the sum.
+    # A model that train_reward.py has trained, given by id or folder, also scores. Its score joins the sum. By default
+    # only functions score.
     reward_model: str | None = None
     reward_model_coef: Annotated[float, Needs("reward_model")] = 1.0  # This is the weight of that score.
     # Prompt and response have at most this many tokens in the reward model's own template. Longer ones are truncated on

@@ -23,9 +23,10 @@ class PlanFlags:
     # Print what the run takes on these GPUs, such as h100x8, and exit. Without a value, --plan takes those of this
     # machine.
     plan: Free[tuple[str, ...] | None] = None
-    # The plan assumes that a response has this many tokens on average. The default is the longest.
+    # The plan assumes that a response has this many tokens on average. By default it assumes the longest allowed.
     plan_response_length: Free[Positive | None] = None
-    # The plan assumes that a machine has this many GiB of host memory. The default is what is usual.
+    # The plan assumes that a machine has this many GiB of host memory. The default is that of this machine, or what is
+    # usual for GPUs that are named.
     plan_host_memory: Free[Positive | None] = None
 
 

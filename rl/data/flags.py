@@ -22,10 +22,11 @@ class Files(Texts):
     # These are parquet or jsonl files. docs/rewards.md has verl's schema for RL, and the pages of sft.py and
     # train_reward.py have theirs.
     train_files: Free[tuple[str, ...]] = ("data/gsm8k/train.parquet",)
-    # These files are held out. Their schema is the same.
+    # These files are held out. Their schema is the same. Without a file there is no evaluation.
     val_files: Free[tuple[str, ...]] = ("data/gsm8k/test.parquet",)
     total_epochs: Free[AtLeast1] = 1  # The run passes over the training files this many times.
-    total_training_steps: Free[AtLeast1 | None] = None  # The run makes this many steps, whatever --total-epochs says.
+    # The run makes this many steps, whatever --total-epochs says. By default --total-epochs decides.
+    total_training_steps: Free[AtLeast1 | None] = None
 
     def count_steps(self, num_rows: int, batch_size: int, *, flag: str = "--train-batch-size") -> int:
         """Training steps of a run: --total-training-steps, or the whole batches of --total-epochs passes over the rows.

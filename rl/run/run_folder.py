@@ -35,7 +35,8 @@ class Checkpoints:
     # resumed from.
     resume_mode: Free[str] = "auto"
     force_resume: Free[bool] = False  # Resume although settings or data that decide what is learned have changed.
-    max_hours: Free[Positive | None] = None  # Save and stop after this many hours, as after SIGTERM or Ctrl-C.
+    # Save and stop after this many hours, as after SIGTERM or Ctrl-C. By default there is no such limit.
+    max_hours: Free[Positive | None] = None
     # If no phase ends for this many seconds, print the stacks of all threads and end the run.
     stall_timeout: Free[Seconds] = 3600.0
 

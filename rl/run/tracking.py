@@ -30,11 +30,13 @@ class Logging:
 
     experiment_name: Free[str] = "run"  # Trackers show the run under this name, and the default folder ends with it.
     project_name: Free[str] = "glassrl"  # Trackers show the run in this project, and the default folder begins with it.
-    # These are conditions. A step that meets one of them prints a line that begins with ALARM.
+    # These are conditions. A step that meets one of them prints a line that begins with ALARM. Without a condition
+    # there are no alarms.
     alarms: Free[tuple[str, ...]] = ()
     # Metrics go to these trackers, besides metrics.jsonl, which is always written.
     logger: Free[tuple[Literal["console", "wandb", "swanlab", "tensorboard"], ...]] = ("console",)
-    prometheus_port: Free[Port | None] = None  # Rank 0 serves the metrics to Prometheus on this port.
+    # Rank 0 serves the metrics to Prometheus on this port. By default it does not.
+    prometheus_port: Free[Port | None] = None
 
 
 @dataclasses.dataclass(frozen=True)

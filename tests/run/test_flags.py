@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import inspect
 import math
 import re
 import sys
@@ -521,12 +522,43 @@ def test_help_shows_a_scripts_own_flags_first_then_the_others_in_groups(help_of,
     assert boxes.pop(None) == {"help": "show this help message and exit"}
     for box in boxes.values():
         for flag, text in box.items():
-            comment, default = re.fullmatch(r"(.*) \(default: (.*)\)", text).groups()
-            assert re.fullmatch(r"[A-Za-z1_-].* .*\.", comment), f"{flag}: {comment!r} is not a sentence"
             value = flags.flat(args)[flag]
-            assert default.replace("'", "").split() == [
-                str(x) for x in (value if isinstance(value, tuple) else [value])
-            ]
+            if value in (None, ()):
+                comment = text
+                assert re.search(r"\b([Dd]efault|[Ww]ithout)\b", text), f"--{flag}: what happens without it? {text!r}"
+            else:
+                comment, default = re.fullmatch(r"(.*) \(default: (.*)\)", text).groups()
+                values = value if isinstance(value, tuple) else [value]
+                assert default.replace("'", "").split() == [str(x) for x in values]
+            assert "None" not in text
+            assert re.fullmatch(r"[A-Za-z1_-].* .*\.", comment), f"{flag}: {comment!r} is not a sentence"
+
+
+def commented_flags():
+    """(class, flag, default, lines of the comment) of each flag of each script. --help shows the comment."""
+    groups = [x for s in SCRIPTS.values() for x in (s.Args(), *vars(s.Args()).values()) if dataclasses.is_dataclass(x)]
+    for kind in {kind for group in groups for kind in type(group).__mro__ if dataclasses.is_dataclass(kind)}:
+        above = []
+        for line in inspect.getsource(kind).splitlines():
+            if comment := re.match("    # (.*)", line):
+                above.append(comment[1])
+            elif flag := re.match(r"    (\w+): (?:.* = )?([^#]*)(?:  # (.*))?$", line):
+                yield kind, flag[1], flag[2], [flag[3]] if flag[3] else above
+            if not comment:
+                above = []
+
+
+def test_a_flag_without_a_default_says_what_happens_without_it():
+    unset = [(kind, name, " ".join(lines)) for kind, name, value, lines in commented_flags() if value in ("None", "()")]
+    assert len(unset) > 40
+    assert [x for x in unset if not re.search(r"\b([Dd]efault|[Ww]ithout)\b", x[2])] == []
+
+
+def test_no_line_of_a_comment_of_a_flag_begins_with_what_is_not_a_letter():
+    """tyro would begin a new line of its text there."""
+    later = [(kind, name, line) for kind, name, _, lines in commented_flags() for line in lines[1:]]
+    assert len(later) > 40
+    assert [x for x in later if not x[2][0].isalpha()] == []
 
 
 def test_every_box_of_flags_has_a_sentence_as_its_title(capsys, monkeypatch):
@@ -554,9 +586,7 @@ def test_help_has_the_words_of_the_comments(help_of, mine):
     saving = "Save at this interval, in steps, and at the end. -1 saves only at the end, and 0 never. (default: -1)"
     assert boxes["checkpoints"]["save_freq"] == saving
     assert boxes["logging"]["experiment_name"].endswith("(default: sft)")  # as the script says
-    assert help_of(train_dapo.Args)["data"]["total_training_steps"].endswith(
-        "whatever --total-epochs says. (default: None)"
-    )
+    assert help_of(train_dapo.Args)["data"]["total_training_steps"].endswith("By default --total-epochs decides.")
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ class EngineFlags(EngineSizes):
     # vLLM's weights stay as they are (none), or have eight bits (fp8), on a GPU that computes with such numbers, such
     # as an H100. fp8 needs --rollout-is.
     rollout_quantization: Free[Literal["none", "fp8"]] = "none"
-    # In a mixture of experts, the trainer uses the experts that the engine chose for each token. It weighs them itself
-    # (R3, arXiv 2510.11370).
+    # In a mixture of experts, the trainer uses the experts that the engine chose for each token (R3, arXiv 2510.11370).
+    # It weighs them itself.
     router_replay: Free[bool] = False
     # Let vLLM keep its own metrics, which --prometheus-port serves beside those of the run.
     log_stats: Free[bool] = False
