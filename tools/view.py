@@ -3,7 +3,7 @@
     python tools/view.py runs/glassrl/grpo runs/glassrl/ppo --out view.html
 
 The program reads metrics.jsonl and generations.jsonl in the folder of each run. It writes one file that holds all of
-it, for any browser, and the file needs no network. tools/view.html is the page without the data. docs/metrics.md shows
+it, for any browser, and the file needs no network. tools/view.html is the page without the data. docs/viewing.md shows
 pictures of the page and says how to read it.
 
 With two or more runs it also compares each of the others with the first. It prints the first step and metric in which

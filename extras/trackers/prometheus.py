@@ -1,4 +1,4 @@
-"""A run's metrics for Prometheus: --prometheus-port. docs/metrics.md says what is served."""
+"""A run's metrics for Prometheus: --prometheus-port. docs/viewing.md says what is served."""
 
 import re
 import time

@@ -352,18 +352,20 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
 
 METRICS = (ROOT / "docs" / "metrics.md").read_text()
 TRAINING = section(METRICS, "Reinforcement learning")
+SFT_REWARD_EVAL = (ROOT / "docs" / "sft_reward_eval.md").read_text()
+SUPERVISED = section(SFT_REWARD_EVAL, "Metrics of sft.py")
 
 
 @pytest.mark.parametrize("script", [*LOGGED, "sft"])
 def test_every_metric_of_a_run_is_documented(logged, script):
-    patterns = documented(section(METRICS, "sft.py") if script == "sft" else TRAINING)
+    patterns = documented(SUPERVISED if script == "sft" else TRAINING)
     assert len(logged[script]) > 5 and len(patterns) > 5
     assert [name for name in sorted(logged[script]) if not any(fits(name, p) for p in patterns)] == []
 
 
 @pytest.mark.parametrize("scripts", [LOGGED, ["sft"]], ids="-".join)
 def test_every_documented_metric_is_one_of_a_run(logged, scripts):
-    patterns = documented(section(METRICS, "sft.py") if scripts == ["sft"] else TRAINING)
+    patterns = documented(SUPERVISED if scripts == ["sft"] else TRAINING)
     names = set().union(*(logged[script] for script in scripts))
     absent = {p for p in patterns if not any(fits(name, p) for name in names)}
     assert {p for p in absent if not p.startswith("memory_gb/")} == set()  # these are there on CUDA only
@@ -371,7 +373,7 @@ def test_every_documented_metric_is_one_of_a_run(logged, scripts):
 
 def test_every_name_of_a_metric_in_the_code_is_documented():
     """Also of those that no short run logs. A name in the code is a text such as actor/lr, perhaps with <...> in it."""
-    patterns, found = documented(METRICS + (ROOT / "docs" / "sft_reward_eval.md").read_text()), set()
+    patterns, found = documented(METRICS + SFT_REWARD_EVAL), set()
     kinds = {pattern.partition("/")[0] for pattern in patterns if "/" in pattern}
     for path in (*(ROOT / "rl").rglob("*.py"), *(ROOT / f"{script}.py" for script in (*LOGGED, "sft", "train_reward"))):
         for node in ast.walk(ast.parse(path.read_text())):
