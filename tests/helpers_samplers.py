@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
 import helpers_scripts as h
 import launch
 from helpers_data import spans_of
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from extras.samplers import connection
 from extras.samplers.pool import SamplerPool
@@ -18,6 +20,15 @@ def ends_soon(seconds, fault):
     connection.GONE_S = seconds
     if fault is not None:
         fault()
+
+
+def with_two_heads(task, folder):
+    """The folder of an untrained model with which two ranks can share an engine, which is made."""
+    config = AutoConfig.from_pretrained(task.model, hidden_size=64, num_attention_heads=2, num_key_value_heads=2)
+    shutil.copytree(task.model, folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    shutil.copy(Path(task.model, "generation_config.json"), folder)  # which says what ends a response
+    return str(folder)
 
 
 class Pools:

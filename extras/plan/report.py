@@ -15,16 +15,22 @@ from rl.flags import change, check_limits, flat
 from rl.model.checks import check_heads
 
 
+def gpus_of_samplers(flags: dict[str, Any]) -> int:
+    """GPUs that only sample, from flags by name."""
+    return flags.get("samplers", 0) * flags.get("tensor_model_parallel_size", 1)
+
+
 def trainers_of(args: Any, machine: Machine) -> int:
     """GPUs that train. Raises ValueError if the flags do not fit the number of GPUs."""
     v = flat(args)
-    samplers, shared_by = v.get("samplers", 0), v.get("tensor_model_parallel_size", 1)
-    ranks = machine.gpus - samplers
+    shared_by, ranks = v.get("tensor_model_parallel_size", 1), machine.gpus - gpus_of_samplers(v)
     if ranks < 1:
+        each = "" if shared_by == 1 else f" with {shared_by} GPUs each"
         raise ValueError(
-            f"--samplers {samplers} leaves no GPU of {machine.gpus} to train on; start fewer, or name more GPUs"
+            f"--samplers {v['samplers']}{each} leaves no GPU of {machine.gpus} to train on; start fewer, or name more "
+            "GPUs"
         )
-    if ranks % shared_by:
+    if ranks % shared_by and "samplers" not in v:
         raise ValueError(
             f"--tensor-model-parallel-size {shared_by} does not divide the {ranks} GPUs; name a multiple of it"
         )
@@ -119,7 +125,7 @@ def report(args: Any, flags: PlanFlags) -> tuple[list[str], list[str]]:
     for name in flags.plan or ("here",):
         machine = named(name, flags.plan_host_memory)
         if not flags.plan and "WORLD_SIZE" in os.environ:  # torchrun says how many of these GPUs train
-            gpus = int(os.environ["WORLD_SIZE"]) + flat(args).get("samplers", 0)
+            gpus = int(os.environ["WORLD_SIZE"]) + gpus_of_samplers(flat(args))
             machine = machine._replace(gpus=gpus)
         try:
             plans.append(text_of(plan_of(args, machine, flags.plan_response_length), args))

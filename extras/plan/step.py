@@ -37,13 +37,13 @@ class Setting:
 
     @property
     def samplers(self) -> int:
-        """GPUs that only sample."""
+        """Samplers, each with GPUs of its own, which share its engine."""
         return self.flags.get("samplers", 0)
 
     @property
     def engines(self) -> int:
         """How many there are."""
-        return max(1, (self.samplers or self.load.ranks) // self.engine.shared_by)
+        return self.samplers or max(1, self.load.ranks // self.engine.shared_by)
 
     def slots(self, lengths: Lengths) -> int:
         """Sequences that an engine decodes at a time: --max-num-seqs, or as many as its KV cache holds on average."""

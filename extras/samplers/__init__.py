@@ -33,7 +33,7 @@ class SamplerFlags:
     # The run starts this many samplers on its first machine. Others may join at any time.
     samplers: Free[ProcessesOr0] = 1
     # These are the GPUs of these samplers, as CUDA_VISIBLE_DEVICES names them. The default is those that no trainer
-    # uses.
+    # uses. Each sampler gets --tensor-model-parallel-size of them, one after the other.
     sampler_devices: Free[Annotated[tuple[str, ...] | None, Needs("samplers")]] = None
     max_staleness: FewOr0 = 1  # A token may be this many versions older than the weights that train on it (S).
     # Rank 0 listens at this address. tcp://0.0.0.0:5555 lets other machines in.
@@ -58,9 +58,9 @@ class SamplerFlags:
         if self.weights_dir is not None and self.weights_transfer != "host":
             other = f"--weights-transfer {self.weights_transfer}"
             raise ValueError(f"--weights-dir {self.weights_dir} and {other} exclude each other; leave one of them out")
-        if (size := flags["tensor_model_parallel_size"]) != 1:
-            other = f"--tensor-model-parallel-size {size}"
-            raise ValueError(f"{other}: a sampler has one GPU; leave it out, start more samplers")
+        if (size := flags["tensor_model_parallel_size"]) != 1 and self.weights_transfer != "host":
+            other = f"--weights-transfer {self.weights_transfer}"
+            raise ValueError(f"{other}: the {size} GPUs of a sampler read weights from the host; leave it out")
         if flags["router_replay"]:
             raise ValueError("--router-replay: samplers do not send the experts that they used; leave it out")
 

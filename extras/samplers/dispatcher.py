@@ -77,7 +77,7 @@ class Dispatcher:
         self.failure: Exception | None = None
         self.encoder, self.decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(protocol.ToRun)
         self.token = os.environ.get(protocol.TOKEN) or secrets.token_hex(16)
-        devices = devices_of(flags, ranks)
+        devices = devices_of(flags, setup.rollout.tensor_model_parallel_size, ranks)
         self.socket, self.address = protocol.listen(flags.sampler_address, self.token, zmq.Context())
         self.locals = LocalSamplers(devices, self.address, self.token)
         self.outbox: Outbox | None = None

@@ -13,9 +13,11 @@ UNREADABLE_S = 20.0  # a sampler that cannot read weights for this long does not
 
 
 class Inbox:
-    """The newest weights that the run has told of. Args: host, of the run, as this machine reaches it."""
+    """The newest weights that the run has told of. Args: host, of the run, as this machine reaches it, which weights
+    that come over the network need.
+    """
 
-    def __init__(self, host: str):
+    def __init__(self, host: str | None):
         self.host = host
         self.newest: dict[str, Any] | None = None  # what the run has told, or None once they are taken
         self.arriving: Receiving | None = None  # a transfer over the network that goes on

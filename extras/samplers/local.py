@@ -19,7 +19,7 @@ OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK
 class LocalSampler:
     """A sampler that this run starts."""
 
-    device: str | None  # None: no GPU
+    device: str | None  # its GPUs, as CUDA_VISIBLE_DEVICES has them. None: no GPU
     process: subprocess.Popen | None = None
     starts: int = 0  # since it has finished a group
     name: str = ""  # how it calls itself
@@ -31,7 +31,7 @@ class LocalSampler:
 
 
 class LocalSamplers:
-    """Args: devices, a GPU for each sampler, or None without GPUs; address and token, of the run."""
+    """Args: devices, the GPUs of each sampler, or None without GPUs; address and token, of the run."""
 
     def __init__(self, devices: Sequence[str | None], address: str, token: str):
         self.samplers = [LocalSampler(device) for device in devices]
@@ -77,20 +77,22 @@ class LocalSamplers:
         return children.start("extras.samplers.sampler.run", "--connect", self.address, env=env)
 
 
-def devices_of(flags: SamplerFlags, ranks: Ranks) -> list[str | None]:
-    """A GPU for each sampler that the run starts, None on a machine without. Raises ValueError, naming the flag, if
-    there are too few GPUs without a trainer, or if not one is named for each sampler.
+def devices_of(flags: SamplerFlags, size: int, ranks: Ranks) -> list[str | None]:
+    """`size` GPUs for each sampler that the run starts, as "0,1", or None on a machine without. Raises ValueError,
+    naming the flag, if there are too few GPUs without a trainer, or if another number of them is named.
     """
-    named = flags.sampler_devices
-    if named is not None and len(named) != flags.samplers:
-        raise ValueError(f"--sampler-devices {named} must name as many GPUs as --samplers, which is {flags.samplers}")
+    named, needed = flags.sampler_devices, flags.samplers * size
+    each = "" if size == 1 else f" with {size} GPUs each (--tensor-model-parallel-size)"
+    if named is not None and len(named) != needed:
+        need = f"as --samplers {flags.samplers}{each} needs them"
+        raise ValueError(f"--sampler-devices {named} must name {needed} GPU(s), {need}")
     if ranks.device.type == "cpu":
         return [None] * flags.samplers
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     devices = list(named or visible[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :])
-    if len(devices) < flags.samplers:
+    if len(devices) < needed:
         raise ValueError(
-            f"--samplers {flags.samplers}: {len(devices)} of this machine's {len(visible)} GPUs have no trainer; start "
-            "fewer trainers with torchrun --nproc_per_node, or name GPUs with --sampler-devices"
+            f"--samplers {flags.samplers}{each}: {len(devices)} of this machine's {len(visible)} GPUs have no trainer; "
+            "start fewer trainers with torchrun --nproc_per_node, or name GPUs with --sampler-devices"
         )
-    return devices[: flags.samplers]
+    return [",".join(devices[i : i + size]) for i in range(0, needed, size)]

@@ -21,7 +21,7 @@ import tyro
 from torch import Tensor
 
 from extras.agents import open_partner
-from extras.samplers import protocol
+from extras.samplers import protocol, world
 from extras.samplers.connection import Connection, Gone
 from extras.samplers.inbox import Inbox
 from extras.systems import die_with_parent
@@ -29,7 +29,7 @@ from rl.console import say
 from rl.data.order import derive_seed
 from rl.data.template import Rendering, load_tokenizer
 from rl.flags import Seconds
-from rl.ranks import init_ranks
+from rl.ranks import Ranks, init_ranks
 from rl.sampling.engines import Engine, make_engine
 from rl.sampling.loop import Loop, Partner
 
@@ -51,9 +51,11 @@ class Args:
 
 
 class Sampler:
-    """Leases in, groups out."""
+    """Leases in, groups out. Without a connection this is another rank than 0 of a sampler of several GPUs, which only
+    takes part in the calls of the engine, see world.py.
+    """
 
-    def __init__(self, connection: Connection, setup: protocol.Setup, engine: Engine, partner: Partner | None):
+    def __init__(self, connection: Connection | None, setup: protocol.Setup, engine: Engine, partner: Partner | None):
         self.connection, self.setup, self.engine = connection, setup, engine
         self.loop = Loop(engine, partner)
         self.own_seeds = setup.rollout.engine == "hf"  # they cost vLLM time, see `groups.seeded`
@@ -63,7 +65,8 @@ class Sampler:
         self.begun: set[int] = set()  # those of these that are being sampled
         # Groups that the run may not have yet, and when they were sent.
         self.done: dict[int, tuple[protocol.Group, float]] = {}
-        self.inbox, self.version = Inbox(connection.host), -1  # of weights, and the version of the engine's
+        # Of weights, and the version of the engine's.
+        self.inbox, self.version = Inbox(connection.host if connection else None), -1
         self.probe: protocol.Probe | None = None  # of that version
         self.busy_s, self.began_at, self.reported_at = 0.0, time.monotonic(), 0.0
         self.reported: protocol.Report | None = None
@@ -71,23 +74,43 @@ class Sampler:
     def run(self) -> None:
         """Sample until the run ends, which raises Gone."""
         sys.excepthook = sys.__excepthook__  # what fails from here on shows its traceback
+        is_open = False
         while True:
-            self._obey(self.connection.receive(0.0 if self.loop.is_open() else IDLE_WAIT_S))
-            if (weights := self.inbox.take()) is not None:
+            if self._must_abandon(0.0 if is_open else IDLE_WAIT_S):
+                self.loop.abandon()
+            if (weights := self._weights()) is not None:
                 self._load(*weights)
             self._begin()
-            if self.loop.is_open():
+            if is_open := self.loop.is_open():
                 self._step()
-            self._report()
+            if self.connection is not None:
+                self._report(self.connection)
 
-    def _obey(self, messages: list[protocol.Setup | protocol.Orders]) -> None:
+    def _must_abandon(self, wait_s: float) -> bool:
+        """Hear what the run says, waiting this long, and tell the ranks that share the engine. Returns whether all that
+        is being sampled is given up.
+        """
+        gives_up = self.connection is not None and self._obey(self.connection.receive(wait_s))
+        gives_up, self.inbox.newest = self.engine.of_group((gives_up, self.inbox.newest))[0]  # what rank 0 has heard
+        return gives_up
+
+    def _weights(self) -> tuple[int, Iterator[tuple[str, Tensor]]] | None:
+        """New weights, if all ranks that share the engine can read them. If not, the run will tell of newer ones."""
+        if self.inbox.newest is None:
+            return None
+        weights = self.inbox.take()
+        return weights if all(self.engine.of_group(weights is not None)) else None
+
+    def _obey(self, messages: list[protocol.Setup | protocol.Orders]) -> bool:
+        """Note what the run has said. Returns whether all that is being sampled is given up."""
+        gives_up = False
         for orders in messages:
             if isinstance(orders, protocol.Setup):
                 continue  # the answer to a second `Join`
             for number in orders.forget:
                 self.done.pop(number, None)
             if any(number in self.leases for number in orders.forget):
-                self.loop.abandon()  # it happens after a pause: most of what there is belongs to others by now
+                gives_up = True  # it happens after a pause: most of what there is belongs to others by now
                 self.leases = {n: lease for n, lease in self.leases.items() if n not in orders.forget}
                 self.begun = set()
             new = {lease.number: lease for lease in orders.leases if lease.number not in self.done}
@@ -95,6 +118,7 @@ class Sampler:
             self.may_begin = self.leases.keys() & self.may_begin.union(orders.begin)
             if orders.weights is not None and orders.weights["version"] > self.version:
                 self.inbox.tell(orders.weights)
+        return gives_up
 
     def _load(self, version: int, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Take new weights, and sample a few tokens with them, which the run compares with its own."""
@@ -130,21 +154,21 @@ class Sampler:
             self.done[number] = protocol.Group(number, [protocol.pack(s) for s in samples]), 0.0
         self.busy_s += time.monotonic() - start
 
-    def _report(self) -> None:
+    def _report(self, connection: Connection) -> None:
         """Report every second, and at once if there are groups, or other leases than in the last report."""
         now = time.monotonic()
         due = [group for group, sent_at in self.done.values() if now - sent_at > SEND_AGAIN_S][:GROUPS_OF_A_REPORT]
-        report, last = self.report(due), self.reported
+        report, last = self.report(connection.name, due), self.reported
         has_changed = last is None or (report.holding, report.begun) != (last.holding, last.begun)
         if due or has_changed or now - self.reported_at > REPORT_EVERY_S:
-            self.connection.send(report)
+            connection.send(report)
             self.reported, self.reported_at = report, now
             self.done |= {group.number: (group, now) for group in due}
 
-    def report(self, groups: list[protocol.Group], **ending: Any) -> protocol.Report:
-        """How this sampler is. Args: ending, `problem` and `was_asked` of the last report."""
+    def report(self, name: str, groups: list[protocol.Group], **ending: Any) -> protocol.Report:
+        """How the sampler of this name is. Args: ending, `problem` and `was_asked` of the last report."""
         return protocol.Report(
-            name=self.connection.name,
+            name=name,
             run=self.setup.run,
             version=self.version,
             room=self.room,
@@ -175,11 +199,11 @@ def main(flags: Args) -> None:
         try:
             sampler.run()
         except KeyboardInterrupt:
-            connection.leave(sampler.report([], problem="it was asked to end", was_asked=True))
+            connection.leave(sampler.report(name, [], problem="it was asked to end", was_asked=True))
             raise
         except Exception as error:  # whatever it is, the run is told
             if not isinstance(error, Gone):
-                connection.leave(sampler.report([], problem=f"{type(error).__name__}: {error}"))
+                connection.leave(sampler.report(name, [], problem=f"{type(error).__name__}: {error}"))
             raise
     except (Gone, KeyboardInterrupt) as end:
         say(f"sampler {name} ends: {end if isinstance(end, Gone) else 'it was asked to'}", sys.stderr)
@@ -187,16 +211,30 @@ def main(flags: Args) -> None:
 
 
 def make_sampler(connection: Connection) -> Sampler:
-    """Join a run, and make the engine that it wants."""
+    """Join a run, and make the engine that it wants, on as many GPUs."""
     setup = connection.join()
     seed = derive_seed(setup.seed, *connection.name.encode())  # another one for each sampler
-    torch.manual_seed(seed)
-    np.random.seed(seed)
     tokenizer = load_tokenizer(setup.model)
     tokenizer.rendering = Rendering(**setup.template)
     partner = open_partner(setup.environment, tokenizer, setup.stop_token_ids)  # forks, which an engine would not like
-    engine = make_engine(setup.model, init_ranks(), setup.rollout, longest=setup.longest, seed=seed)
-    return Sampler(connection, setup, engine, partner)
+    ranks = world.lead(setup.rollout.tensor_model_parallel_size, "extras.samplers.sampler.follow")
+    ranks.all_gather([(setup, seed)])
+    return Sampler(connection, setup, _engine_of(setup, ranks, seed), partner)
+
+
+def follow() -> None:
+    """Sample as another rank than 0 of a sampler, until rank 0 ends."""
+    _die_with(int(os.environ[protocol.PARENT]))
+    ranks = init_ranks()
+    [(setup, seed)] = ranks.all_gather([])  # what rank 0 knows
+    Sampler(None, setup, _engine_of(setup, ranks, seed), None).run()
+
+
+def _engine_of(setup: protocol.Setup, ranks: Ranks, seed: int) -> Engine:
+    """The engine that a run wants. All ranks of a sampler make it together, with one seed."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    return make_engine(setup.model, ranks, setup.rollout, longest=setup.longest, seed=seed)
 
 
 def _die_with(parent: int) -> None:

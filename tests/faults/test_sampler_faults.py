@@ -22,7 +22,8 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from helpers_samplers import Pools, batches, note_batches
+from helpers_engines import the_only_shared_engine
+from helpers_samplers import Pools, batches, note_batches, with_two_heads
 
 from extras.engines import hf
 from extras.samplers import connection, dispatcher, inbox, protocol, sampler, weight_network
@@ -102,6 +103,34 @@ def test_samplers_that_die_or_stop_cost_their_leases_and_late_ones_are_used(pool
     assert len(h.read_jsonl(file)) == 9 and all(age <= 1 for x in found.values() for ages in x["ages"] for age in ages)
     joins = [log.count(f":{x.processes[0].pid} has joined") for x in (first, second, third)]
     assert joins[0] >= 2 and min(joins) >= 1, joins  # on a busy machine any of them may be late
+
+
+@pytest.mark.thorough
+def test_a_rank_of_a_sampler_that_is_killed_ends_the_sampler_and_the_run_starts_it_again(task, tmp_path):
+    h.needs_vllm()
+    changes = dict(model=with_two_heads(task, tmp_path / "model"), engine="vllm", tensor_model_parallel_size=2)
+    changes |= dict(samplers=1, max_num_seqs=32, total_training_steps=60, save_freq=0)
+    with the_only_shared_engine():
+        run = launch.fork("train_async", h.grpo_settings(task, tmp_path / "run", **changes), tmp_path / "log")
+        wait_for(" 3/60", run, seconds=200)
+        of_sampler = [pid for pid in launch.descendants(run.processes[0].pid) if b"import follow" in command(pid)]
+        os.kill(of_sampler[0], signal.SIGKILL)
+        launch.until(lambda: not Path(f"/proc/{of_sampler[0]}").exists(), 60, "the end of the rank")
+        for leftover in Path("/dev/shm").glob("-tp:*cpushm_*"):  # only vLLM for CPUs needs that
+            leftover.unlink()
+        assert run.ends(400) == [0], run.log.read_text()
+    log = run.log.read_text()
+    assert len(of_sampler) == 1 and "rank 1 of this sampler has ended with -9, so the sampler ends" in log
+    # Rank 0 may notice it in a collective first, and then says so itself.
+    assert log.count("has joined") == 2
+    assert log.count("is lost: its process has ended with 1") + log.count("is lost: RuntimeError: ") == 1
+    assert h.read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["samplers/lost"] == 1
+
+
+def command(pid):
+    """The command line of a process, or nothing if it has ended."""
+    file = Path(f"/proc/{pid}/cmdline")
+    return file.read_bytes() if file.exists() else b""
 
 
 def test_a_run_without_samplers_saves_and_ends_and_goes_on_later(pools, task, tmp_path):

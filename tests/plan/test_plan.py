@@ -19,7 +19,7 @@ from transformers import Qwen2Config
 from benchmarks import plan_errors, plan_measure
 from extras.plan import Hardware, exit_if_planning, report, work
 from extras.plan.cards import GIB, KINDS, named
-from rl.flags import change
+from rl.flags import change, flat
 from rl.run.clock import Clock
 
 NAMES = ("grpo", "grpo_variants", "ppo", "dapo", "reinforce", "dpo", "distill", "prime", "async", "reward")
@@ -93,6 +93,12 @@ def test_what_does_not_fit_is_one_sentence_and_a_bad_exit_code(model, capsys):
         ("grpo", dict(tensor_model_parallel_size=4), "h100x4", "--tensor-model-parallel-size 4"),  # 14 heads
         ("grpo", dict(fsdp_size=3), "h100x4", "--fsdp-size 3 does not divide the 4 GPUs"),
         ("async", dict(samplers=2), "h100x2", "--samplers 2 leaves no GPU of 2 to train on"),
+        (
+            "async",
+            dict(samplers=2, tensor_model_parallel_size=2),
+            "h100x4",
+            "--samplers 2 with 2 GPUs each leaves no GPU of 4 to train on",
+        ),
         ("grpo", dict(plan_response_length=2000.0), "h100x1", "must be between 1 and --max-response-length 1024"),
         ("sft", dict(plan_response_length=20.0), "h100x1", "this run samples no responses"),
         ("grpo", dict(lr=-1.0), "h100x1", "--lr -1.0 must be at least 0"),
@@ -283,6 +289,19 @@ def test_partial_rollouts_and_staleness_make_a_step_shorter(model):
         for s in (0, 4)
     )
     assert stale.seconds < fresh.seconds and stale.phases["gen"] < fresh.phases["gen"]
+
+
+def test_a_sampler_of_two_gpus_has_half_of_the_weights_on_each_and_leaves_the_others_to_trainers(model):
+    args = args_of(TRAINING["async"], model, samplers=1, max_num_seqs=64, gpu_memory_utilization=0.3)
+    shared = args_of(TRAINING["async"], model, samplers=1, max_num_seqs=64, gpu_memory_utilization=0.3,
+                     tensor_model_parallel_size=2)  # fmt: skip
+    one, two = report.plan_of(args, named("h100x4")), report.plan_of(shared, named("h100x4"))
+    assert [report.trainers_of(x, named("h100x4")) for x in (args, shared)] == [3, 2]
+    assert report.trainers_of(shared, named("h100x3")) == 1  # trainers have no engine, so any number of them will do
+    engines = [report.engine_of(flat(x), plan.policy.sizes, x.longest) for x, plan in ((args, one), (shared, two))]
+    weights = [report.engine_bytes(x, 1e12) for x in engines]
+    assert [x.shared_by for x in engines] == [1, 2] and weights[1] < weights[0]
+    assert two.step.phases["gen"] != one.step.phases["gen"]
 
 
 # --- the page

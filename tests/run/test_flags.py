@@ -263,11 +263,27 @@ def test_only_the_policy_needs_routers_for_the_loss_that_evens_out_experts(task)
 
 def test_every_sampler_has_a_gpu_of_its_own_name():
     cpu = SimpleNamespace(device=torch.device("cpu"))
-    assert devices_of(SamplerFlags(samplers=2), cpu) == devices_of(SamplerFlags(2, ("0", "0")), cpu) == [None, None]
+    assert devices_of(SamplerFlags(samplers=2), 1, cpu) == [None, None]
+    assert devices_of(SamplerFlags(2, ("0", "0")), 1, cpu) == [None, None]
     for count, named in ((2, ("0",)), (1, ("0", "1")), (1, ())):
-        words = f"--sampler-devices {named} must name as many GPUs as --samplers, which is {count}"
+        words = f"--sampler-devices {named} must name {count} GPU(s), as --samplers {count} needs them"
         with pytest.raises(ValueError, match=re.escape(words)):
-            devices_of(SamplerFlags(count, named), cpu)
+            devices_of(SamplerFlags(count, named), 1, cpu)
+
+
+def test_a_sampler_of_several_gpus_gets_neighbors_that_no_trainer_uses(monkeypatch):
+    gpu = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert devices_of(SamplerFlags(samplers=2), 1, gpu) == ["2", "3"]
+    assert devices_of(SamplerFlags(samplers=2), 2, gpu) == ["2,3", "4,5"]
+    assert devices_of(SamplerFlags(1, ("6", "0")), 2, gpu) == ["6,0"]
+    each = "with 2 GPUs each (--tensor-model-parallel-size)"
+    with pytest.raises(ValueError, match=re.escape(f"--samplers 3 {each}: 5 of this machine's 7 GPUs have no trainer")):
+        devices_of(SamplerFlags(samplers=3), 2, gpu)
+    words = f"--sampler-devices ('5', '6') must name 4 GPU(s), as --samplers 2 {each} needs them"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        devices_of(SamplerFlags(2, ("5", "6")), 2, gpu)
 
 
 def test_addresses_that_are_right():

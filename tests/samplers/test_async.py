@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import helpers_scripts as h
 import launch
 import pytest
-from helpers_samplers import Pools, batches, note_batches
+from helpers_engines import the_only_shared_engine
+from helpers_samplers import Pools, batches, note_batches, with_two_heads
 
 from extras.samplers import pool
 from extras.samplers.dispatcher import Dispatcher
@@ -126,18 +127,30 @@ def test_a_run_starts_its_own_samplers(task, tmp_path):
     assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) == 32
 
 
-def test_vllm_goes_on_with_new_weights_and_is_compared_after_each_push(pools, task, tmp_path):
+WAYS = [(1, False), (2, False), (2, True)]  # GPUs of the sampler, and whether responses are conversations
+
+
+@pytest.mark.parametrize(("size", "has_environment"), h.some_rows(WAYS, WAYS[1]))
+def test_vllm_goes_on_with_new_weights_and_is_compared_after_each_push(task, tmp_path, size, has_environment):
     """Responses in flight cross pushes; with what the old weights have read of them, log-probs would be far off."""
     h.needs_vllm()
-    changes = dict(engine="vllm", max_response_length=48, max_num_seqs=32, lr=1e-2, max_staleness=2, test_freq=2)
-    run = pools.run(total_training_steps=6, save_freq=0, **changes)
-    sampler = pools.sampler()
-    assert run.ends() == [0], run.log.read_text()
-    assert sampler.ends() == [0]
-    lines = pools.lines()
+    model = with_two_heads(task, tmp_path / "model")
+    changes = dict(model=model, engine="vllm", tensor_model_parallel_size=size, max_response_length=48)
+    if has_environment:
+        (tmp_path / "game.py").write_text(GAME)
+        changes |= dict(environment=str(tmp_path / "game.py"), reward_max_error_frac=1.0)
+    changes |= dict(samplers=1, max_staleness=2, max_num_seqs=32, lr=1e-2, test_freq=2, total_training_steps=6)
+    settings = h.grpo_settings(task, tmp_path / "run", save_freq=0, **changes)
+    with the_only_shared_engine():
+        output = launch.run_file("train_async.py", *h.flags(settings), nproc=1)
+    assert output.count("has joined") == 1 and "the run is complete" in output
+    lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [x["step"] for x in lines if "val/accuracy" in x] == [2, 4, 6]
-    mixed = [x for x in lines if x.get("rollout/mixed_frac", 0) > 0]
-    assert mixed and all(x["rollout/staleness_max"] <= 2 for x in mixed)
+    assert [x["samplers/lost"] for x in lines if "samplers/lost" in x] == [0] * 6
+    assert max(x["rollout/logprob_gap_mean"] for x in lines if "rollout/logprob_gap_mean" in x) < 1e-4
+    if not has_environment:
+        mixed = [x for x in lines if x.get("rollout/mixed_frac", 0) > 0]
+        assert mixed and all(x["rollout/staleness_max"] <= 2 for x in mixed)
 
 
 def test_a_sampler_that_waits_for_environments_is_busy():

@@ -15,7 +15,10 @@ CONTRADICTIONS = [
         dict(weights_dir="/tmp/weights", weights_transfer="gloo"),
         "--weights-dir /tmp/weights and --weights-transfer gloo exclude each other; leave one of them out",
     ),
-    (dict(tensor_model_parallel_size=2), "--tensor-model-parallel-size 2: a sampler has one GPU; leave it out"),
+    (
+        dict(tensor_model_parallel_size=2, weights_transfer="nccl"),
+        "--weights-transfer nccl: the 2 GPUs of a sampler read weights from the host; leave it out",
+    ),
     (dict(router_replay=True), "--router-replay: samplers do not send the experts that they used; leave it out"),
 ]
 
@@ -31,7 +34,8 @@ def test_flags_that_contradict_samplers_are_refused(flags, sentence):
     [
         dict(weights_dir="/tmp/weights"),
         dict(weights_transfer="gloo"),
-        dict(tensor_model_parallel_size=1, partial_rollouts=0.0),
+        dict(tensor_model_parallel_size=1, weights_transfer="nccl", partial_rollouts=0.0),
+        dict(tensor_model_parallel_size=2),
     ],
 )
 def test_flags_that_samplers_have_pass(flags):
