@@ -10,7 +10,7 @@ The processor says which tokens an image becomes, and what the model gets to see
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, PreTrain
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from extras.images import FIRST
-from extras.images.pixels import UNREADABLE, Source, opened, rgb, upright_size
+from extras.images.pixels import UNREADABLE, Source, content, opened, rgb, upright_size
 
 MAX_PIXELS = 2**26  # of an image file. More may be a decompression bomb.
 INPUT_BYTES = 2**31  # of the inputs of images that are kept, those that were used last
@@ -88,6 +88,21 @@ class Images:
             self._numbers[key] = len(self.known)
             self.known.append(_measured(source, where))
         return self._numbers[key]
+
+    def encoded(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        """What the files of these images hold, by number, for `learn` of another process."""
+        return {k: content(self.known[k].source) for k in numbers}
+
+    def expect(self, count: int, most_in_row: int) -> None:
+        """Be ready for the numbers of a process that has read `count` images, image 0 among them, and up to
+        `most_in_row` in a row. What they stand for comes by `learn`.
+        """
+        self.known, self.most_in_row = [self.known[0]] * count, most_in_row
+
+    def learn(self, encoded: Mapping[int, bytes]) -> None:
+        """Take what another process has encoded. Its numbers are below `count` of `expect`."""
+        for k, source in encoded.items():
+            self.known[k] = _measured(source, f"image {k}")
 
     def check_pixels(self) -> None:
         """Decode the images that were read since the last call. Of several ranks, each decodes some. Raises ValueError

@@ -21,6 +21,17 @@ def opened(source: Source) -> Image.Image:
     return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
 
 
+def content(source: Source) -> bytes:
+    """What the file of an image holds. An image without a file becomes that of a PNG."""
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, str):
+        return Path(source).read_bytes()
+    file = io.BytesIO()
+    source.save(file, "PNG")
+    return file.getvalue()
+
+
 def _load(image: Image.Image) -> None:
     """Decode the pixels. Pillow makes 8 bits of those of some PNGs, but not of the color that is transparent there."""
     packing = "".join(str(x.args) for x in getattr(image, "tile", ())[:1])  # how the file has pixels, such as L;4

@@ -28,8 +28,6 @@ ProcessesOr0 = Annotated[int, Limit("at least 0 and at most 1024", lambda x: 0 <
 class SamplerFlags:
     """Samplers are processes of their own, which sample while the trainers train."""
 
-    text_only = "a sampler of train_async.py"  # what reads no images. This is not a flag.
-
     # The run starts this many samplers on its first machine. Others may join at any time.
     samplers: Free[ProcessesOr0] = 1
     # These are the GPUs of these samplers, as CUDA_VISIBLE_DEVICES names them. The default is those that no trainer

@@ -222,7 +222,8 @@ class Dispatcher:
         """The prompt of a number as a sampler gets it."""
         row = protocol.row_of(self.prompts.row(number), whole=self.sends_whole_rows)
         text, seed = json.dumps(row, default=str), derive_seed(self.setup.seed, number)  # str: such as dates
-        return protocol.Lease(number, text, self.prompts.sampling(number), seed, self.prompts.ledger.version)
+        of_row, version = protocol.images_of([self.prompts.row(number)]), self.prompts.ledger.version
+        return protocol.Lease(number, text, self.prompts.sampling(number), seed, version, of_row)
 
     def _assign(self) -> None:
         """Lease what waits to samplers."""

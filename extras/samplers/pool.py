@@ -21,11 +21,12 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from extras import images
 from extras.partial import sample_of
 from extras.samplers import SamplerFlags, Work
 from extras.samplers.dispatcher import Dispatcher
 from extras.samplers.prompts import Group, Prompts
-from extras.samplers.protocol import Setup, row_of
+from extras.samplers.protocol import OfImages, Setup, images_of, row_of
 from extras.samplers.weight_files import WeightWriter
 from rl import console, stop
 from rl.console import say
@@ -50,7 +51,10 @@ SHOWN = {  # in the line of a step, see `SamplerPool.metrics`
 
 def setup_of(work: Work) -> Setup:
     """What a sampler has to know of a run."""
-    rendering, sampling = rendering_of(work.tokenizer), work.sampling
+    rendering, sampling, probes, of_images = rendering_of(work.tokenizer), work.sampling, work.rows[:NUM_PROBES], None
+    if images.in_use():
+        known = images.of_process()
+        of_images = OfImages(len(known.known), known.most_in_row, images_of(probes))
     return Setup(
         model=work.tokenizer.name_or_path,
         template={"arguments": rendering.arguments, "day": rendering.day},
@@ -58,9 +62,10 @@ def setup_of(work: Work) -> Setup:
         environment=work.environment,
         longest=work.longest,
         stop_token_ids=[*sampling.stop_token_ids],
-        probes=[row_of(row, whole=False) for row in work.rows[:NUM_PROBES]],
+        probes=[row_of(row, whole=False) for row in probes],
         probe_sampling=replace(sampling, n=1, max_tokens=min(PROBE_TOKENS, sampling.max_tokens)),
         seed=work.seed,
+        images=of_images,
     )
 
 

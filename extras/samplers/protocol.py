@@ -11,6 +11,7 @@ without it no connection comes about.
 import hashlib
 import secrets
 import socket as sockets
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -18,14 +19,14 @@ import numpy as np
 import zmq
 from zmq.utils import z85
 
-from extras import agents
+from extras import agents, images
 from rl.data.rows import Row
 from rl.data.types import Sample, Sampling, unknown
 from rl.sampling.engines.flags import EngineFlags
 
 TOKEN = "GLASSRL_SAMPLER_TOKEN"  # a variable of the environment: everybody can read a command line
 PARENT = "GLASSRL_SAMPLER_PARENT"  # the same: id of the process that has started this one and takes it with it
-PROTOCOL = 6  # of these messages. Both sides must have the same.
+PROTOCOL = 7  # of these messages. Both sides must have the same.
 LARGEST = 2**30  # bytes of a message. The run closes a connection that sends more.
 MAX_LOGPROB = 1e-3  # rounding may take the log-prob of a certain token above 0
 
@@ -41,6 +42,14 @@ class Join(msgspec.Struct, tag=True):
     protocol: int = PROTOCOL
 
 
+class OfImages(msgspec.Struct):
+    """What a sampler has to know of the images of a run before it makes its engine."""
+
+    count: int  # images of the run's data, and one more
+    most_in_row: int
+    of_probes: dict[int, bytes]  # what the files of the probes' images hold, by number
+
+
 class Setup(msgspec.Struct, tag=True):
     """What a sampler needs to know of a run."""
 
@@ -53,6 +62,7 @@ class Setup(msgspec.Struct, tag=True):
     probes: list[dict[str, Any]]  # rows that it samples a few tokens for after every push of weights
     probe_sampling: Sampling
     seed: int
+    images: OfImages | None  # None: the data has none
     # Of this process of the run. Samplers of an earlier one have other weights under the same version.
     run: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
 
@@ -65,6 +75,7 @@ class Lease(msgspec.Struct):
     sampling: Sampling
     seed: int
     version: int  # weights must be at least this new
+    images: dict[int, bytes] = {}  # what the files of the row's images hold, by number
 
 
 class PackedSample(msgspec.Struct, array_like=True):
@@ -186,6 +197,12 @@ def unpack(packed: PackedSample, row: Row, sampling: Sampling, vocabulary: int, 
 def row_of(row: Row, *, whole: bool) -> dict[str, Any]:
     """What a sampler has to know of a row: all of it, if environments answer the policy."""
     return row if whole else {name: row[name] for name in ("prompt_ids", "row_index")}
+
+
+def images_of(rows: Iterable[Row]) -> dict[int, bytes]:
+    """What the files of the images of rows hold, by number."""
+    numbers = [k for row in rows for k in row.get("images") or ()]
+    return images.of_process().encoded(numbers) if numbers else {}
 
 
 def listen(address: str, token: str, context: zmq.Context) -> tuple[zmq.Socket, str]:

@@ -20,6 +20,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from extras import images
 from extras.agents import open_partner
 from extras.samplers import protocol, world
 from extras.samplers.connection import Connection, Gone
@@ -68,6 +69,7 @@ class Sampler:
         # Of weights, and the version of the engine's.
         self.inbox, self.version = Inbox(connection.host if connection else None), -1
         self.probe: protocol.Probe | None = None  # of that version
+        self.pictures: dict[int, bytes] = {}  # images of new leases, by number
         self.busy_s, self.began_at, self.reported_at = 0.0, time.monotonic(), 0.0
         self.reported: protocol.Report | None = None
 
@@ -91,7 +93,11 @@ class Sampler:
         is being sampled is given up.
         """
         gives_up = self.connection is not None and self._obey(self.connection.receive(wait_s))
-        gives_up, self.inbox.newest = self.engine.of_group((gives_up, self.inbox.newest))[0]  # what rank 0 has heard
+        heard = gives_up, self.inbox.newest, self.pictures
+        gives_up, self.inbox.newest, pictures = self.engine.of_group(heard)[0]  # what rank 0 has heard
+        if pictures:
+            images.of_process().learn(pictures)
+        self.pictures = {}
         return gives_up
 
     def _weights(self) -> tuple[int, Iterator[tuple[str, Tensor]]] | None:
@@ -115,6 +121,7 @@ class Sampler:
                 self.begun = set()
             new = {lease.number: lease for lease in orders.leases if lease.number not in self.done}
             self.leases = new | self.leases
+            self.pictures |= {k: x for lease in orders.leases for k, x in lease.images.items()}
             self.may_begin = self.leases.keys() & self.may_begin.union(orders.begin)
             if orders.weights is not None and orders.weights["version"] > self.version:
                 self.inbox.tell(orders.weights)
@@ -234,6 +241,10 @@ def _engine_of(setup: protocol.Setup, ranks: Ranks, seed: int) -> Engine:
     """The engine that a run wants. All ranks of a sampler make it together, with one seed."""
     torch.manual_seed(seed)
     np.random.seed(seed)
+    if (x := setup.images) is not None:
+        images.of_process().expect(x.count, x.most_in_row)
+        images.of_process().load_processor(setup.model, load_tokenizer(setup.model), "the data of the run")
+        images.of_process().learn(x.of_probes)
     return make_engine(setup.model, ranks, setup.rollout, longest=setup.longest, seed=seed)
 
 

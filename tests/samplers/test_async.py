@@ -13,6 +13,7 @@ import pytest
 from helpers_engines import the_only_shared_engine
 from helpers_samplers import Pools, batches, note_batches, with_two_heads
 
+from data import dots, files
 from extras.samplers import pool
 from extras.samplers.dispatcher import Dispatcher
 from extras.samplers.ledger import Leases
@@ -92,6 +93,28 @@ def test_without_staleness_a_run_is_that_of_train_grpo(pools, task, tmp_path, ha
         assert max(x.get("environment/turn_rewards", 0) for x in both[0]) > 0.25
     left, right = (h.weights(tmp_path / name / "global_step_3") for name in ("run", "grpo"))
     h.assert_same(left, right)
+
+
+def test_a_sampler_sees_the_images_of_its_prompts(tmp_path, monkeypatch):
+    """Without staleness a run is that of train_grpo.py. One of its prompts has two images, and one has none."""
+    monkeypatch.setenv(TOKEN, "a token of this test")
+    dots.main(dots.Args(tmp_path, num_sft=2, num_train=8, num_test=4))
+    rows = files.read(tmp_path / "train.parquet")
+    rows[1] |= {"images": None, "prompt": [{"role": "user", "content": "how many?"}]}
+    rows[2] |= {"images": rows[2]["images"] + rows[3]["images"]}
+    rows[2] |= {"prompt": [{"role": "user", "content": "<image> and <image>"}]}
+    files.write(tmp_path, {"train": rows})
+    (tmp_path / "reward.py").write_text(h.REWARD)
+    task = h.Task(*(str(tmp_path / x) for x in ("model", "sft.parquet", "train.parquet", "test.parquet", "reward.py")))
+    changes = dict(total_training_steps=2, rollout_is="token", save_freq=2, max_prompt_length=64, test_freq=2)
+    pools = Pools(task, tmp_path)
+    run, sampler = pools.run(max_staleness=0, **changes), pools.sampler()
+    settings = h.grpo_settings(task, tmp_path / "grpo", **changes)
+    grpo = launch.fork("train_grpo", settings, tmp_path / "grpo.log", fault=seed_by_number)
+    assert grpo.ends() == [0], grpo.log.read_text()
+    assert run.ends() == [0] and sampler.ends() == [0], run.log.read_text()
+    assert max(x["rollout/logprob_gap_mean"] for x in pools.lines() if "rollout/logprob_gap_mean" in x) < 1e-4
+    h.assert_same(*(h.weights(tmp_path / name / "global_step_2") for name in ("run", "grpo")))
 
 
 def test_two_trainers_and_two_samplers_with_staleness(pools, task, tmp_path):
