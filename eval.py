@@ -1,4 +1,4 @@
-r"""Evaluate any checkpoint: accuracy, pass@k and majority vote, with any engine, on any parquet that has a reward.
+r"""Measure accuracy, pass@k and majority vote of any checkpoint, with any engine, on any parquet that has a reward.
 
     torchrun eval.py --model runs/glassrl/grpo/global_step_58/huggingface --val-files data/gsm8k/test.parquet
     torchrun eval.py --model Qwen/Qwen2.5-1.5B-Instruct --rollout-n 16 --temperature 0.8 --k 1 4 16
@@ -49,7 +49,7 @@ class Args:
     rollout_n: Few = 1  # Each prompt gets this many responses (G).
     # Responses are sampled at this temperature. 0 is greedy. With --rollout-n above 1 it must be positive.
     temperature: TemperatureOr0 = 0.0
-    # Nucleus sampling: sample among the fewest most likely tokens that together have this probability.
+    # Sample among the fewest most likely tokens that together have this probability (nucleus sampling).
     top_p: PositiveShare = 1.0
     top_k: TopK = -1  # Sample among this many of the most likely tokens. -1 means all.
     min_p: Share = 0.0  # Leave out tokens whose probability is less than this share of that of the most likely token.

@@ -39,7 +39,7 @@ from rl.run.supervised import LoggingSupervised, Supervised, check, parse
 
 
 @dataclass(frozen=True)
-class Args(Supervised):  # and the groups of flags in rl/run/supervised.py: LoRA, memory, checkpoints, logging
+class Args(Supervised):  # with the groups of flags in rl/run/supervised.py, such as args.lora and args.memory
     data: Files = Files(train_files=("data/sft.parquet",), val_files=())
     model: str = "Qwen/Qwen2.5-1.5B"  # The model that is trained is loaded from this Hugging Face id or folder.
     train_batch_size: AtLeast1 = 128  # Each optimizer step takes this many rows, over all ranks (B).

@@ -50,7 +50,7 @@ from rl.sampling.responses import scores_of
 
 
 @dataclass(frozen=True)
-class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine, memory ...
+class Args(RL):  # with the groups of flags in rl/run/arguments.py, such as args.lora, args.data and args.memory
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # The policy is loaded from this Hugging Face id or folder.
     train_batch_size: AtLeast1 = 128  # Each step takes this many prompts (P).
     # Each prompt gets this many responses (G). A lone one cannot be compared, so its advantage is its score.
@@ -65,7 +65,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     clip_ratio_low: NotNegative = 0.2
     # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). DAPO uses 0.28.
     clip_ratio_high: NotNegative = 0.2
-    clip_ratio_c: Above1 = 3.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
+    clip_ratio_c: Above1 = 3.0  # Where A < 0, the loss of a token is at most this times |A| (dual clip).
     # Add kl_loss_coef * KL(policy, reference) to the loss. The reference is the policy before training.
     use_kl_loss: bool = False
     kl_loss_coef: NotNegative = 0.001  # This is the weight of that KL term.

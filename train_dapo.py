@@ -47,8 +47,8 @@ from rl.sampling.responses import lengths_of, scores_of
 
 
 @dataclass(frozen=True)
-class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine, memory ...
-    filter_groups: bool = True  # Dynamic sampling: replace groups whose responses all have the same score.
+class Args(RL):  # with the groups of flags in rl/run/arguments.py, such as args.lora, args.data and args.memory
+    filter_groups: bool = True  # Replace groups whose responses all have the same score (dynamic sampling).
     # This has to differ within a group. It is the score, or one of its components, such as acc.
     filter_groups_metric: str = "score"
     # Each round samples responses to this many prompts. The default is --train-batch-size.
@@ -61,8 +61,9 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     # This is subtracted from the score of a response that reaches the limit.
     overlong_penalty_factor: NotNegative = 1.0
     overlong_filtering: bool = False  # Leave responses that were cut at the limit out of the loss.
-    # token-mean is the mean over all tokens (DAPO). The others are means over responses: of the sums of their tokens,
-    # of the means of their tokens (paper of GRPO), or of the sums divided by --loss-scale-factor (Dr. GRPO).
+    # token-mean is the mean over all tokens (DAPO). The others first reduce each response to the sum of its tokens, to
+    # their mean (paper of GRPO), or to the sum divided by --loss-scale-factor (Dr. GRPO), and then take the mean over
+    # responses.
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
@@ -73,7 +74,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     clip_ratio_low: NotNegative = 0.2
     # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). GRPO has 0.2.
     clip_ratio_high: NotNegative = 0.28
-    clip_ratio_c: Above1 = 10.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
+    clip_ratio_c: Above1 = 10.0  # Where A < 0, the loss of a token is at most this times |A| (dual clip).
 
     # --- The other flags are those of train_grpo.py. These defaults differ: ppo_mini_batch_size, lr_warmup_steps,
     # --- weight_decay, and rollout_is.
@@ -244,9 +245,9 @@ def main(args: Args) -> dict[str, float]:
                 pg_loss = pg_loss * weights
                 loss = pg_loss - args.entropy_coeff * entropy
 
-                # Token-level loss: every token of the mini-batch weighs the same, in a short or a long response.
-                # num_tokens counts the whole mini-batch on all ranks, so the gradients of micro-batches and ranks add
-                # up.
+                # This is the token-level loss. Every token of the mini-batch weighs the same, in a short or a long
+                # response. num_tokens counts the whole mini-batch on all ranks, so the gradients of micro-batches and
+                # ranks add up.
                 if args.loss_agg_mode == "token-mean":
                     loss, pg_loss = ((x * mask).sum() / max(update.num_tokens, 1) for x in (loss, pg_loss))
                 else:  # means over responses

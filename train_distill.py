@@ -57,7 +57,7 @@ DISTANCES = {
 
 
 @dataclass(frozen=True)
-class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine, memory ...
+class Args(RL):  # with the groups of flags in rl/run/arguments.py, such as args.lora, args.data and args.memory
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"  # The student is loaded from this Hugging Face id or folder.
     train_batch_size: AtLeast1 = 128  # Each step takes this many prompts (P).
     rollout_n: Few = 8  # Each prompt gets this many responses (G).
@@ -73,10 +73,11 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     distillation_loss_coef: NotNegative = 1.0  # This is the weight of that advantage, or of the distance.
     # A distance looks at this many of the teacher's most likely tokens. -1 means all, if these are few.
     distill_top_k: TopK = 64
-    jsd_beta: Share = 0.5  # jsd only: near 0 it is as forward_kl, and near 1 as reverse_kl. Both ends are excluded.
+    jsd_beta: Share = 0.5  # Near 0, jsd is as forward_kl, and near 1 as reverse_kl. Both ends are excluded.
     reward_coef: NotNegative = 0.0  # This is the weight of the advantage that GRPO computes from the scores.
-    # token-mean is the mean over all tokens (DAPO). The others are means over responses: of the sums of their tokens,
-    # of the means of their tokens (paper of GRPO), or of the sums divided by --loss-scale-factor (Dr. GRPO).
+    # token-mean is the mean over all tokens (DAPO). The others first reduce each response to the sum of its tokens, to
+    # their mean (paper of GRPO), or to the sum divided by --loss-scale-factor (Dr. GRPO), and then take the mean over
+    # responses.
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
@@ -86,7 +87,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     clip_ratio_low: NotNegative = 0.2
     # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0).
     clip_ratio_high: NotNegative = 0.2
-    clip_ratio_c: Above1 = 3.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
+    clip_ratio_c: Above1 = 3.0  # Where A < 0, the loss of a token is at most this times |A| (dual clip).
     # AdamW has this learning rate after warm-up. LoRA needs about ten times that of full training.
     lr: NotNegative = 1e-6
     lr_warmup_steps: Count = 0  # The learning rate rises linearly over this many steps.
@@ -136,7 +137,7 @@ def main(args: Args) -> dict[str, float]:
     ranks, sampling = run.ranks, task.sampling
     policy = load_model(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     sampler = open_sampler(args, task, run)
-    teacher = load_teacher(args.teacher, ranks, run.memory, student=args.model, longest=longest)  # empty: a server
+    teacher = load_teacher(args.teacher, ranks, run.memory, student=args.model, longest=longest)  # empty with a server
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     visiting = teacher if args.teacher.teacher_offload else None  # on the device only while it is asked
     run.begin({"actor": (policy, optimizer)}, sampler, visiting=visiting)

@@ -55,8 +55,8 @@ from rl.sampling.sampler import Sampler
 # (N,) are their numbers of tokens. k_w and k_l are the means of h_w and of h_l over all pairs of the step, by the
 # policy that begins it. Each loss ignores what it does not need (**_).
 LOSSES = {
-    # DPO, eq. 7: minus the log-likelihood (Bradley and Terry) that the chosen response wins. With solutions it is SPIN,
-    # eq. 4.7. e is --label-smoothing, see conservative DPO, eq. 3 of ericmitchell.ai/cdpo.pdf.
+    # DPO, eq. 7, is minus the log-likelihood (Bradley and Terry) that the chosen response wins. With solutions it is
+    # SPIN, eq. 4.7. e is --label-smoothing, see conservative DPO, eq. 3 of ericmitchell.ai/cdpo.pdf.
     "dpo": lambda h_w, h_l, beta, e, **_: (
         -(1 - e) * F.logsigmoid(beta * (h_w - h_l)) - e * F.logsigmoid(beta * (h_l - h_w))
     ),
@@ -65,8 +65,8 @@ LOSSES = {
     "ipo": lambda h_w, h_l, T_w, T_l, beta, **_: (
         h_w / T_w.clamp(min=1) - h_l / T_l.clamp(min=1) - 1 / (2 * beta)
     ).square(),
-    # SPPO, eq. 4.7, arXiv 2405.00675: each log-ratio has a target, (chance to win - 1/2) / beta. The paper's eta is
-    # 1 / beta.
+    # SPPO, eq. 4.7, arXiv 2405.00675, gives each log-ratio a target, (chance to win - 1/2) / beta. 1 / beta is the
+    # paper's eta.
     "sppo": lambda h_w, h_l, beta, **_: (h_w - 0.5 / beta).square() + (h_l + 0.5 / beta).square(),
     # SLiC-HF, eq. 1, arXiv 2305.10425: max(0, 1 - beta (h_w - h_l)). With log-ratios it is RSO's, arXiv 2309.06657.
     "hinge": lambda h_w, h_l, beta, **_: F.relu(1 - beta * (h_w - h_l)),
@@ -85,7 +85,7 @@ PAIRS = {
 
 
 @dataclass(frozen=True)
-class Args(RLBase):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine ...
+class Args(RLBase):  # with the groups of flags in rl/run/arguments.py, such as args.lora, args.data and args.memory
     rows_per_unit = 2  # a pair is in one micro-batch
     # The policy and the first reference are loaded from this Hugging Face id or folder.
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"
@@ -102,7 +102,7 @@ class Args(RLBase):  # and the groups of flags in rl/run/arguments.py, such as a
     # The scores of a pair must differ by more than this. --pairs solution ignores scores.
     pair_margin: NotNegative = 0.0
     solution_key: str = "answer"  # --pairs solution finds the reference solution under this name in extra_info.
-    # This is the loss of a pair: that of DPO, IPO, SPPO, SLiC (hinge), or KTO (kto_pair).
+    # The loss of a pair is that of DPO, IPO, SPPO, SLiC (hinge), or KTO (kto_pair).
     loss_type: Literal[*LOSSES] = "dpo"
     # The loss multiplies log-ratios by this. A small one lets the policy go far from the reference.
     beta: Positive = 0.1
@@ -187,10 +187,10 @@ def main(args: Args) -> dict[str, float]:
         # scores and lengths of the whole step. Tokens stay on the rank that sampled them until phase 2.
         sampled = sampler.sample(policy, step)
 
-        # 2. Pairs and batch. A prompt has G responses: first those that the data gives, then the sampled ones. A given
-        # response has the score 1 if it is the chosen one or the solution, and 0 if it is the rejected one. A response
-        # may be in several pairs. A step in which the responses to every prompt score the same has no pair, and makes
-        # no update. Both rows of a pair are in the same micro-batch.
+        # 2. Pairs and batch. The G responses to a prompt begin with those that the data gives, and the sampled ones
+        # follow. A given response has the score 1 if it is the chosen one or the solution, and 0 if it is the rejected
+        # one. A response may be in several pairs. A step in which the responses to every prompt score the same has no
+        # pair, and makes no update. Both rows of a pair are in the same micro-batch.
         responses = with_given(sampler.rows, sampled, ranks)  # P * G
         scores_PG = scores_of(responses).view(len(sampler.rows), -1)  # (P, G), NaN for a response without a score
         pairs = PAIRS[args.pairs](scores_PG, args.pair_margin)  # (N, 2), places in `responses`

@@ -50,17 +50,17 @@ from rl.run.run import Run
 from rl.run.task import load_task, open_sampler
 from rl.sampling.responses import scores_of
 
-# Shapes: a step has P prompts and B = P * G responses, of which this process (rank) trains on b. Prompt and response
-# have at most T tokens together. Tensors of tokens are (b, T). They are shifted already, so position t describes token
-# t given the tokens before it. Names that end in _PG are (P, G). Log-probs are those of the distribution from which the
-# engine sampled, with its temperature and top-p.
+# A step has P prompts and B = P * G responses, of which this process (rank) trains on b. Prompt and response have at
+# most T tokens together. Tensors of tokens are (b, T). They are shifted already, so position t describes token t given
+# the tokens before it. Names that end in _PG are (P, G). Log-probs are those of the distribution from which the engine
+# sampled, with its temperature and top-p.
 #
 # Flags and metrics have the names of verl, a library for RL. It calls the policy the actor. Its names of scores and
 # advantages begin with critic/, although GRPO has no critic. A type such as AtLeast1 limits what a flag may be.
 
 
 @dataclass(frozen=True)
-class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine, memory ...
+class Args(RL):  # with the groups of flags in rl/run/arguments.py, such as args.lora, args.data and args.memory
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # The policy is loaded from this Hugging Face id or folder.
     train_batch_size: AtLeast1 = 128  # Each step takes this many prompts (P).
     # Each prompt gets this many responses (G). A lone one cannot be compared, so its advantage is its score.
@@ -75,7 +75,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     clip_ratio_low: NotNegative = 0.2
     # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). DAPO uses 0.28.
     clip_ratio_high: NotNegative = 0.2
-    clip_ratio_c: Above1 = 3.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
+    clip_ratio_c: Above1 = 3.0  # Where A < 0, the loss of a token is at most this times |A| (dual clip).
     # Add kl_loss_coef * KL(policy, reference) to the loss. The reference is the policy before training.
     use_kl_loss: bool = False
     kl_loss_coef: NotNegative = 0.001  # This is the weight of that KL term.
@@ -184,7 +184,7 @@ def main(args: Args) -> dict[str, float]:
                 # The gradient of the ratio is the ratio times the gradient of logp. With one update per step, which is
                 # the default, the ratio is 1, and the gradient is that of -A * logp. In later updates the policy is no
                 # longer the one that sampled. The ratio corrects for that, but reliably only near 1. The clip therefore
-                # stops pushing a token that has been pushed far enough: pg_loss is constant there, without a gradient.
+                # stops pushing a token that has gone far enough. There pg_loss is constant, without a gradient.
                 ratio = (logp - old_logp).clamp(-20, 20).exp()  # The clamp prevents an overflow.
                 unclipped = -A * ratio
                 clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)

@@ -1,4 +1,4 @@
-"""The family of GRPO by flags: other advantages, losses, means, KL terms, and choices of tokens to learn from.
+"""The family of GRPO. Flags choose other advantages, losses, means, KL terms, and tokens to learn from.
 
     torchrun train_grpo_variants.py --adv-estimator rloo                                                        # RLOO
     torchrun train_grpo_variants.py --adv-estimator dr_grpo --loss-agg-mode seq-mean-token-sum-norm          # Dr. GRPO
@@ -79,23 +79,24 @@ AGGREGATIONS = {"gspo": "seq-mean-token-mean", "luspo": "seq-mean-token-sum", "g
 
 
 @dataclass(frozen=True)
-class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine, memory ...
+class Args(RL):  # with the groups of flags in rl/run/arguments.py, such as args.lora, args.data and args.memory
     # --- the flags of the family
 
     # This is how a response is compared with its group. docs/variants.md explains each of these.
     adv_estimator: Literal[*ADVANTAGES] = "grpo"
-    # trajectory: compare whole responses. turn: in a conversation of several turns, compare what each turn earned from
-    # then on with the same turn in the other responses of the group.
+    # trajectory compares whole responses. turn is for conversations. It compares what each turn earned from then on
+    # with the same turn in the other responses of the group.
     advantage_by: Literal["trajectory", "turn"] = "trajectory"
-    # gdpo only: these components of the score are compared, each on its own. There is no default, so gdpo needs it.
+    # gdpo compares these components of the score, each on its own. There is no default, so gdpo needs it.
     gdpo_reward_keys: tuple[str, ...] = ()
-    # gdpo only: the components have these weights. The default is 1 for each.
+    # In gdpo these components have these weights. The default is 1 for each.
     gdpo_reward_weights: tuple[float, ...] = ()
     loss_mode: Literal[*LOSSES] = "ppo_clip"  # This is the loss of a token. docs/variants.md explains each of these.
-    tau_pos: Positive = 1.0  # sapo only: this says how fast the gradient fades where the advantage is positive.
-    tau_neg: Positive = 1.05  # sapo only: this says the same where the advantage is negative.
-    # token-mean is the mean over all tokens (DAPO). The others are means over responses: of the sums of their tokens,
-    # of the means of their tokens (paper of GRPO), or of the sums divided by --loss-scale-factor (Dr. GRPO).
+    tau_pos: Positive = 1.0  # In sapo this says how fast the gradient fades where the advantage is positive.
+    tau_neg: Positive = 1.05  # In sapo this says the same where the advantage is negative.
+    # token-mean is the mean over all tokens (DAPO). The others first reduce each response to the sum of its tokens, to
+    # their mean (paper of GRPO), or to the sum divided by --loss-scale-factor (Dr. GRPO), and then take the mean over
+    # responses.
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
@@ -122,7 +123,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     clip_ratio_low: NotNegative = 0.2
     # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). DAPO uses 0.28.
     clip_ratio_high: NotNegative = 0.2
-    clip_ratio_c: Above1 = 3.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
+    clip_ratio_c: Above1 = 3.0  # Where A < 0, the loss of a token is at most this times |A| (dual clip).
     # AdamW has this learning rate after warm-up. LoRA needs about ten times that of full training.
     lr: NotNegative = 1e-6
     lr_warmup_steps: Count = 0  # The learning rate rises linearly over this many steps.

@@ -53,7 +53,7 @@ from rl.sampling.responses import scores_of
 
 
 @dataclass(frozen=True)
-class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine, memory ...
+class Args(RL):  # with the groups of flags in rl/run/arguments.py, such as args.lora, args.data and args.memory
     text_only = "the reward model of train_prime.py"  # so no row may have images
     # The PRM is loaded from this id or folder, and so is its reference. The default is --model.
     prm_model: str | None = None
@@ -86,7 +86,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     clip_ratio_low: NotNegative = 0.2
     # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0). DAPO uses 0.28.
     clip_ratio_high: NotNegative = 0.2
-    clip_ratio_c: Above1 = 3.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
+    clip_ratio_c: Above1 = 3.0  # Where A < 0, the loss of a token is at most this times |A| (dual clip).
     entropy_coeff: float = 0.001  # This is the weight of an entropy bonus. With 0 the entropy is only logged.
     # The policy's AdamW has this learning rate after warm-up. LoRA needs about ten times that of full training.
     lr: NotNegative = 1e-6
@@ -210,7 +210,8 @@ def main(args: Args) -> dict[str, float]:
         if args.prime_norm == "batch_norm":
             sums = rewards.flip(1).cumsum(1).abs()  # from each token to the end
             rewards = rewards / (ranks.all_reduce_max(sums.max() if len(sums) else sums.sum()) + 1e-6)
-        # Leave-one-out: p = r n / (n - 1) - sum of m / (n - 1), of the n scored responses in a group. If n is 1, p = r.
+        # Each of the n scored responses in a group is compared with the others (leave-one-out):
+        # p = r n / (n - 1) - sum of m / (n - 1). If n is 1, p = r.
         own_means = rewards.sum(1) / mask.sum(1).clamp(min=1)  # (b,), m
         means_PG = ranks.all_rows(own_means, batch.rows, len(responses)).view(-1, args.rollout_n)
         factor_PG, baseline_PG = leave_one_out(means_PG.where(scores_PG.isfinite(), math.nan))

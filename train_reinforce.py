@@ -53,7 +53,7 @@ from rl.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)
-class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.lora: data, rewards, engine, memory ...
+class Args(RL):  # with the groups of flags in rl/run/arguments.py, such as args.lora, args.data and args.memory
     # Returns are compared with the mean of the step, with a greedy response, or with other responses to the prompt.
     adv_estimator: Literal["reinforce_plus_plus", "remax", "optimal_token_baseline"] = "reinforce_plus_plus"
     # The policy is loaded from this Hugging Face id or folder, and so is the reference for KL terms.
@@ -71,9 +71,10 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py, such as args.
     clip_ratio_low: NotNegative = 0.2
     # Clip the ratio from above at 1 plus this, for tokens that are being pushed up (A > 0).
     clip_ratio_high: NotNegative = 0.2
-    clip_ratio_c: Above1 = 3.0  # Dual clip: where A < 0, the loss of a token is at most this times |A|.
-    # token-mean is the mean over all tokens (DAPO). The others are means over responses: of the sums of their tokens,
-    # of the means of their tokens (paper of GRPO), or of the sums divided by --loss-scale-factor (Dr. GRPO).
+    clip_ratio_c: Above1 = 3.0  # Where A < 0, the loss of a token is at most this times |A| (dual clip).
+    # token-mean is the mean over all tokens (DAPO). The others first reduce each response to the sum of its tokens, to
+    # their mean (paper of GRPO), or to the sum divided by --loss-scale-factor (Dr. GRPO), and then take the mean over
+    # responses.
     loss_agg_mode: Literal[*losses.MEANS] = "token-mean"
     # seq-mean-token-sum-norm divides by this. The default is --max-response-length.
     loss_scale_factor: Positive | None = None
@@ -187,7 +188,7 @@ def main(args: Args) -> dict[str, float]:
         mask = batch.response_mask  # (b, T): 1 for the tokens that the policy sampled
         rewards, kl_metrics = token_rewards(responses, batch), {}  # (b, T), the score at the last token of a response
         if args.kl.use_kl_in_reward:
-            token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl.kl_penalty) * mask  # k1: old_logp - ref_logp
+            token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl.kl_penalty) * mask  # k1 is old_logp - ref_logp
             rewards = rewards - kl_coef * token_kl
             kl_coef, kl_metrics = args.kl.next_coef(kl_coef, token_kl, batch, is_trainable, ranks)  # for the next step
         R = advantages.returns_to_go(rewards, mask, gamma=args.gamma)  # (b, T): R_t = r_t + gamma R_{t+1}
@@ -236,7 +237,7 @@ def main(args: Args) -> dict[str, float]:
                 weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss - args.entropy_coeff * entropy
-                if args.kl.use_kl_loss:  # by default k3: exp(-d) + d - 1 with d = logp - ref_logp
+                if args.kl.use_kl_loss:  # by default k3, exp(-d) + d - 1 with d = logp - ref_logp
                     kl = losses.kl(logp, micro.ref_logp, args.kl.kl_loss_type, old_logp=old_logp)
                     loss = loss + args.kl.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": aggregate(kl, mask)})

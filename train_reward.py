@@ -39,7 +39,7 @@ from rl.run.supervised import LoggingSupervised, Supervised, check, parse
 
 
 @dataclass(frozen=True)
-class Args(Supervised):  # and the groups of flags in rl/run/supervised.py: LoRA, memory, checkpoints, logging
+class Args(Supervised):  # with the groups of flags in rl/run/supervised.py, such as args.lora and args.memory
     rows_per_unit = 2  # a pair is in one micro-batch
     data: Files = Files(train_files=("data/preferences/train.parquet",), val_files=())
     # This Hugging Face id or folder holds a causal language model, or a reward model that is to learn more.

@@ -13,8 +13,8 @@ class Decoding:
 
     # Responses are sampled at this temperature, and the trainer divides its logits by it too.
     temperature: Temperature = 1.0
-    # Nucleus sampling: sample among the fewest most likely tokens that together have this probability, and train on the
-    # same truncated distribution.
+    # Sample among the fewest most likely tokens that together have this probability (nucleus sampling), and train on
+    # the same truncated distribution.
     top_p: PositiveShare = 1.0
     top_k: TopK = -1  # Sample among this many of the most likely tokens. -1 means all.
     min_p: Share = 0.0  # Leave out tokens whose probability is less than this share of that of the most likely token.
