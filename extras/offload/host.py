@@ -16,11 +16,9 @@ class HostMemory:
 
     policy = CPUOffloadPolicy(pin_memory=False)
 
-    def take(self, model: nn.Module, device: torch.device) -> None:
-        """Pin the weights of a sharded model: FSDP2 would pin twice as much as a weight takes."""
-        model.stays_on_host = True
-        for x in model.parameters():
-            x._local_tensor = _pinned(x._local_tensor, device).copy_(x._local_tensor)
+    def empty_like(self, like: Tensor, device: torch.device) -> Tensor:
+        """Room for a weight: FSDP2 would pin twice as much as a weight takes."""
+        return _pinned(like, device)
 
 
 def offload(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:

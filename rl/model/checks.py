@@ -3,20 +3,20 @@
 import contextlib
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors import safe_open
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, core_model_loading
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rl.data.template import load_tokenizer
 from rl.model.roles import CAUSAL_LM, CausalLM, Learning
 
 PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # tokenizers differ in this text
 LENGTHS = "--max-prompt-length + --max-response-length"  # flags that limit the tokens of a sequence
+FEW_BITS = ("F4", "F6", "F8", "I8")  # beginnings of safetensors' names for types of weights
 WHOLE = (
     "give the folder of a whole model as save_pretrained of transformers writes it, such as a checkpoint's "
     "global_step_N/huggingface, or an id of the Hugging Face Hub"
@@ -44,21 +44,21 @@ def read_config(path: str, *, flag: str) -> PreTrainedConfig:
 
 
 def read_model(
-    path: str, kind: CausalLM, *, flag: str, as_in_files: bool = False, **options: Any
+    path: str, kind: CausalLM, *, flag: str, reading: Any = None, **options: Any
 ) -> tuple[PreTrainedModel, set[str]]:
     """The model in `path`, which `flag` has named, and the names of weights that its files lack, see `may_lack` of its
     `kind`. With device_map="meta" only the headers of the files are read.
 
-    Args: as_in_files, whether weights keep the precision of their files, whatever the dtype in `options`. Raises
-    ValueError naming the flag if the model cannot be read, or if files and model differ in the names or shapes of
-    weights. In that case what is missing would be random, and what is left over would be dropped.
+    Args: reading, a context in which transformers reads. Raises ValueError naming the flag if the model cannot be read,
+    or if files and model differ in the names or shapes of weights, or in which weights are the same. In that case what
+    is missing would be random, and what is left over would be dropped.
     """
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    options |= dict(output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False)
+    options |= dict(output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False, **kind.config)
     try:
-        with _precision_of_files() if as_in_files else contextlib.nullcontext():
-            model, info = kind.class_of(path).from_pretrained(path, **kind.config, **options)
+        with reading or contextlib.nullcontext():
+            model, info = kind.class_of(path).from_pretrained(path, **options)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers, safetensors, torch and the classes of models raise whatever they meet
@@ -74,22 +74,12 @@ def read_model(
     elif lacks := lacks - new:
         problem = f"its files lack {len(lacks)} of its weights, {min(lacks)} among them"
     elif others:
-        kind_of = type(model).__name__
-        problem = f"its files hold {len(others)} weights that a {kind_of} does not have, {min(others)} among them"
+        problem = f"its files hold {len(others)} weights that {type(model).__name__} lacks, {min(others)} among them"
+    elif others := model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys():
+        problem = f"its config ties {min(others)} to another one, which differs (or set tie_word_embeddings to false)"
     else:
         return model, new
     raise ValueError(f"{flag} {path}: {problem}; use files that fit its config.json")
-
-
-@contextlib.contextmanager
-def _precision_of_files() -> Iterator[None]:
-    """Let transformers read weights without casting them. float32 copies of bfloat16 files would fill the host."""
-    original = core_model_loading._materialize_copy
-    core_model_loading._materialize_copy = lambda tensor, device=None, dtype=None: original(tensor, device)
-    try:
-        yield
-    finally:
-        core_model_loading._materialize_copy = original
 
 
 def _in_a_line(error: Exception) -> str:
@@ -139,10 +129,12 @@ def check_model(
     tokenizer = load_tokenizer(path, flag=flag, **texts)
     check_tokenizer(tokenizer, config.get_text_config().vocab_size, where)
     if Path(path).is_dir() and not quantization_of(config):
-        model, _ = read_model(path, kind, flag=flag, as_in_files=True, device_map="meta")
-        for name, x in model.named_parameters():
-            if x.dtype.itemsize < 2:
-                raise ValueError(f"{where}: {name} is in {x.dtype}; give a model with weights of 16 bits or more")
+        read_model(path, kind, flag=flag, device_map="meta")
+        for file in sorted(Path(path).glob("model*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                few = [x for x in tensors.keys() if tensors.get_slice(x).get_dtype().startswith(FEW_BITS)]
+            if few:
+                raise ValueError(f"{where}: {few[0]} has 8 bits or fewer; give a model with weights of 16 bits or more")
     if learning is not None:
         learning.check_model(path, kind.class_of(path), flag=flag)
     return tokenizer

@@ -4,13 +4,15 @@ Every model is tested when it is loaded. Do packed sequences give what its own f
 """
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
+import numpy as np
 import torch
-from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
@@ -20,7 +22,7 @@ from rl.model.checks import read_config, read_model
 from rl.model.logprobs import add_packed_forward
 from rl.model.roles import ALL_WEIGHTS, CAUSAL_LM, CausalLM, Learning
 from rl.model.self_test import choose_forward
-from rl.model.sharding import Memory, full_tensors, shard
+from rl.model.sharding import Memory, full_tensors, rows_of_rank, shard
 from rl.ranks import Ranks
 
 DEFAULT_MEMORY = Memory()
@@ -49,7 +51,9 @@ def load_model(
     if learning is not None:
         learning.check_model(path, kind.class_of(path), flag=flag)
     dtype = ranks.dtype if learning is None or learning.keeps_weights else None
-    model = load_pretrained(path, ranks, kind, dtype=dtype, flag=flag)
+    # What does not learn beside adapters is hashed on rank 0, which needs all of it.
+    shards = 1 if dtype and learning and ranks.is_main else memory.fsdp_size or ranks.size
+    model = load_pretrained(path, ranks, kind, dtype=dtype, shards=shards, flag=flag)
     if learning is None:
         model.requires_grad_(False)
     else:
@@ -70,10 +74,8 @@ def load_reference(
     """The policy before training. It is a second, frozen model, unless a family of the policy knows how to do without.
     All ranks must enter, before training. Raises ValueError as `load_model`.
     """
-    for family in policy.packed.families:
-        if (reference := family.reference()) is not None:
-            return reference
-    return load_model(path, ranks, None, memory, longest=longest, flag="the reference")
+    references = filter(None, (family.reference() for family in policy.packed.families))
+    return next(references, None) or load_model(path, ranks, None, memory, longest=longest, flag="the reference")
 
 
 def exported(model: PreTrainedModel, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -113,42 +115,55 @@ def load_pretrained(
     kind: CausalLM = CAUSAL_LM,
     *,
     dtype: torch.dtype | None = torch.float32,
+    shards: int = 1,
     flag: str = "--model",
 ) -> PreTrainedModel:
-    """A model on the host, with weights in `dtype`, that can run packed. Rank 0 reads the files. Other ranks get
-    storage that `shard` fills. All ranks must enter.
+    """A model on the host, with weights in `dtype`, that can run packed. Every rank reads the files. All must enter.
 
-    Without a dtype, rank 0 leaves parameters in the precision of the files, most often bfloat16, until `shard` casts
-    those that learn to float32. The numbers are the same, and they need no memory except for that of the mapped files.
+    Without a dtype, parameters keep the precision of the files, most often bfloat16, until `shard` casts those that
+    learn to float32. The numbers are the same. Weights are views of the mapped files, from which `shard` reads the rows
+    of this rank, so they need no memory. If they have to be cast or put together from several, which needs memory, only
+    a rank's rows of one that `shards` ranks share are there.
 
     Raises ValueError on all ranks as `read_model` or `CausalLM.check`, or if weights that the config ties differ in the
-    files, so that ranks would have different models.
+    files.
     """
     kind.check(read_config(path, flag=flag), f"{flag} {path}")
-    as_in_files, dtype, problems = dtype is None, dtype or torch.float32, []
-    try:
-        if ranks.is_main:
-            model, new = read_model(path, kind, flag=flag, as_in_files=as_in_files, dtype=dtype)
-            # `shard` casts only what learns, so buffers get the dtype here that they have on the other ranks.
-            for x in model.buffers() if as_in_files else ():
-                x.data = x.data.to(torch.promote_types(x.dtype, dtype) if x.is_floating_point() else x.dtype)
-            ties = model.get_expanded_tied_weights_keys(all_submodels=True).keys()
-            if untied := ties - model.all_tied_weights_keys.keys():
-                differ = f"its config ties {min(untied)} to another weight, and its files have two that differ"
-                raise ValueError(f"{flag} {path}: {differ}; set tie_word_embeddings to false in its config.json")
-        else:
-            model, new = read_model(path, kind, flag=flag, dtype=dtype, device_map="meta")
-            model.to_empty(device="cpu")
-            model.tie_weights()  # to_empty unties, which would halve the embedding's gradient
-    except ValueError as error:
-        problems = [str(error)]
-    if problems := ranks.all_gather(problems):  # otherwise the other ranks would wait for this one forever
-        raise ValueError(problems[0])
+    keep = functools.partial(rows_of_rank, rank=ranks.rank, size=shards) if shards > 1 else None
+    model, new = read_model(path, kind, flag=flag, reading=_reading(dtype, keep), dtype=dtype or torch.float32)
     started(f"{flag} read")
-    name_weights(model, path)  # pyrefly: ignore[unbound-name]  # else there is a problem
+    name_weights(model, path)
     use_attention(model, choose_attention(ranks.device, ranks.dtype))
-    kind.finish(model, new, f"{flag} {path}")  # pyrefly: ignore[unbound-name]  # as above
+    kind.finish(model, new, f"{flag} {path}")
     return add_packed_forward(model)
+
+
+@contextlib.contextmanager
+def _reading(dtype: torch.dtype | None, keep: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
+    """Around transformers reading weights. They are views of mapped files, unless they are cast or put together.
+
+    Args: dtype, None to leave weights in the precision of their files, where buffers are in float32; keep, what stays
+    of a weight that is not such a view. The rest of it is zero, which takes no memory.
+    """
+    read, place, casts = core_model_loading._materialize_copy, core_model_loading.set_param_for_module, {}
+
+    def noted(x: Tensor, device: object = None, to: torch.dtype | None = None) -> Tensor:
+        casts[(x := read(x, device)).data_ptr()] = to
+        return x
+
+    def placed(model: PreTrainedModel, name: str, x: Tensor, *args: object) -> None:
+        is_weight = isinstance(model.get_parameter_or_buffer(name), nn.Parameter)
+        to = x.dtype if is_weight and not dtype else casts.get(x.data_ptr()) or dtype or x.dtype
+        if keep and is_weight and (x.dtype != to or x.data_ptr() not in casts):
+            whole, x = x, torch.from_numpy(np.zeros((*x.shape, to.itemsize), np.uint8)).view(to)[..., 0]
+            keep(x).copy_(keep(whole))
+        place(model, name, x.to(to), *args)
+
+    core_model_loading._materialize_copy, core_model_loading.set_param_for_module = noted, placed
+    try:
+        yield
+    finally:
+        core_model_loading._materialize_copy, core_model_loading.set_param_for_module = read, place
 
 
 def name_weights(model: PreTrainedModel, path: str) -> None:

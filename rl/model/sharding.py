@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 import torch._dynamo
 import torch._inductor
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed import fsdp
@@ -36,10 +35,8 @@ torch._dynamo.config.recompile_limit = 64
 
 # Beginnings of the names of operations whose results "selective" keeps. They are matrix products and attention. A
 # family of models with such an operation of its own adds that.
-KEPT_OPERATIONS = {
-    *("aten.mm", "aten.addmm", "aten._grouped_mm", "transformers.grouped_mm"),
-    *("aten._scaled_dot_product", "torch_attn.", "flash_attn."),
-}
+PRODUCTS = {"aten.mm", "aten.addmm", "aten._grouped_mm", "transformers.grouped_mm"}
+KEPT_OPERATIONS = PRODUCTS | {"aten._scaled_dot_product", "torch_attn.", "flash_attn."}
 CODE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # environment: where torch keeps what it has compiled
 
 
@@ -55,8 +52,8 @@ class Memory:
     # Compile the layers and the head with torch.compile on a GPU. auto does it if the run is long enough to pay.
     compile: Free[Switch] = "auto"
 
-    # Where weights and gradients live if that is not the device: with a `policy` for FSDP2, and a method `take(model,
-    # device)` that makes a sharded model ready. See extras/offload.
+    # Where weights and gradients live if that is not the device: with a `policy` for FSDP2, and a method
+    # `empty_like(tensor, device)` that makes room for a weight. See extras/offload.
     home = None
 
 
@@ -88,8 +85,7 @@ def shard(model: PreTrainedModel, ranks: Ranks, memory: Memory = BARE) -> PreTra
     apply_fsdp(model, units, ranks, memory, is_whole=is_whole)
     if ranks.size > 1:  # alone, FSDP2 would spend a pass on dividing by 1
         sum_gradients(model)
-    if memory.home is not None:
-        memory.home.take(model, ranks.device)
+    model.stays_on_host = memory.home is not None
     model.eval()
     fsdp.register_fsdp_forward_method(model, "packed_forward")
     keep_logits = bool(memory.compile) and memory.activation_checkpointing == "none"  # uncompiled, they are in float32
@@ -115,7 +111,8 @@ def compile_units(model: PreTrainedModel, units: Sequence[nn.Module]) -> None:
 
 
 def apply_fsdp(model: nn.Module, units: Sequence[nn.Module], ranks: Ranks, memory: Memory, *, is_whole: bool) -> None:
-    """Give every rank rank 0's values, buffers included, on its device, and shard units and root.
+    """Shard units and root, and bring this rank's rows of every weight from the host to where they live. What learns
+    is in float32 at least. Every rank has read the files, so that no rank waits for weights of another one.
 
     Frozen weights beside others that learn are not sharded where a shard would be the whole: FSDP2 would hold a second
     copy of them. Args: is_whole, whether every rank has all of the model on its device.
@@ -129,12 +126,16 @@ def apply_fsdp(model: nn.Module, units: Sequence[nn.Module], ranks: Ranks, memor
     master = torch.promote_types(learning[0], torch.float32) if learning else next(model.parameters()).dtype
     compute = ranks.dtype if master == torch.float32 else master
     unsharded = {x for x in model.parameters() if not x.requires_grad} if is_whole and learning else set()
-    placed: set[Tensor] = set()  # those of `unsharded` that are on the device: the root has them again, after its units
+    for x in itertools.chain(model.buffers(), unsharded):
+        x.data = x.data.to(ranks.device)
+    # FSDP2 shards weights without values, since it would first have all of a unit on the device.
+    on_host: dict[str, nn.Parameter] = {}
+    for name, x in model.named_parameters():
+        if x not in unsharded:
+            dtype = torch.promote_types(x.dtype, torch.float32) if x.requires_grad else x.dtype
+            on_host[name] = nn.Parameter(torch.empty_like(x, dtype=dtype, device="meta"), x.requires_grad)
+            torch.utils.swap_tensors(x, on_host[name])
     for module in [*units, model]:
-        for tensor in itertools.chain(module.parameters(), module.buffers()):
-            if not isinstance(tensor, DTensor) and tensor not in placed:
-                _place(tensor, ranks)
-                placed |= unsharded & {tensor}
         # Layers get what the model itself gives them, such as angles in float32, which FSDP2 would round. Only the root
         # casts its inputs, which are the pixels of images. (See also `logprobs.run_packed`.)
         casts = module is model
@@ -147,16 +148,18 @@ def apply_fsdp(model: nn.Module, units: Sequence[nn.Module], ranks: Ranks, memor
             reshard_after_forward=False if is_whole else None,
             ignored_params=unsharded,
         )
+    make = memory.home.empty_like if memory.home else torch.empty_like
+    for name, x in model.named_parameters():
+        if name in on_host:
+            part = make(own_part(x), device=ranks.device)
+            part.copy_(rows_of_rank(on_host.pop(name).data, ranks.rank, size).to(part.device))
+            torch.utils.swap_tensors(x, nn.Parameter(with_part(x, part), x.requires_grad))
 
 
-def _place(tensor: Tensor, ranks: Ranks) -> None:
-    """Give a parameter or buffer rank 0's values on every device, in float32 at least if it learns."""
-    here = tensor.data if ranks.is_main else torch.empty_like(tensor.data, device=ranks.device)
-    tensor.data = here.to(ranks.device)
-    if tensor.requires_grad:
-        tensor.data = tensor.data.to(torch.promote_types(tensor.dtype, torch.float32))
-    if ranks.size > 1:
-        dist.broadcast(tensor.data, src=0, group=ranks.group)
+def rows_of_rank(x: Tensor, rank: int, size: int) -> Tensor:
+    """The rows of a whole tensor that FSDP2 gives to a rank, if `size` neighboring ranks share it."""
+    rows = -(-len(x) // size)  # as torch.chunk: the last ranks may have fewer
+    return x[rank % size * rows :][:rows]
 
 
 def sum_gradients(model: nn.Module) -> None:

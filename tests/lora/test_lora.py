@@ -189,21 +189,29 @@ def test_layers_whose_weights_are_taken_without_a_call_are_refused(world, tmp_pa
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_while_a_model_is_sharded_no_layer_is_held_whole_any_longer(lora_rank, tiny_model, world, monkeypatch):
-    """Or a model that fits a GPU in shards only would not get there."""
-    model, alive = models.load_pretrained(tiny_model, world), []
+def test_no_layer_is_whole_on_the_device_while_a_model_is_sharded(lora_rank, tiny_model, world, monkeypatch):
+    """Or a model that fits a GPU in shards only would not get there. The host lets go of each weight that was read."""
+    model, whole, alive, devices = models.load_pretrained(tiny_model, world), [], [], set()
     if lora_rank:
         lora.add(model, lora.LoRA(lora_rank=lora_rank), path=tiny_model, seed=0)
-    first = [weakref.ref(x) for x in model.model.layers[0].parameters() if x.requires_grad]
+    learning = sum(x.requires_grad for x in model.parameters())
 
-    def counted(module, shard=sharding.fsdp.fully_shard, **options):
+    def swapped(x, other, swap=torch.utils.swap_tensors):
+        swap(x, other)
+        if x.device.type == "meta":
+            whole.append(weakref.ref(other))
+        else:
+            alive.append(sum(x() is not None for x in whole))
+
+    def watched(module, shard=sharding.fsdp.fully_shard, **options):
+        devices.update(x.device.type for x in module.parameters() if x.requires_grad)
         shard(module, **options)
-        alive.append(sum(x() is not None for x in first))
 
-    monkeypatch.setattr(sharding.fsdp, "fully_shard", counted)
+    monkeypatch.setattr(torch.utils, "swap_tensors", swapped)
+    monkeypatch.setattr(sharding.fsdp, "fully_shard", watched)
     sharding.shard(model, world)
-    assert len(first) >= 10 and len(alive) == 3
-    assert alive[0] <= 1 and alive[1:] == [0, 0]
+    assert devices == {"meta"} and learning >= 26
+    assert len(whole) == learning and alive == [*range(learning)][::-1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -57,7 +57,7 @@ def norm(tensors):
 # --- parameters ---
 
 
-def test_load_model_gives_every_rank_the_weights_that_rank_0_read(plain, ranks):
+def test_load_model_gives_every_rank_the_weights_of_the_files(plain, ranks):
     expected = dict(plain.named_parameters())
     for rank in ranks:
         assert rank["loaded"].keys() == expected.keys()

@@ -93,14 +93,14 @@ def test_every_family_runs_the_same_way_in_bfloat16(name, folder_of, world):
     assert families.way_of(model) == FAMILIES[name][2]
 
 
-def test_every_rank_makes_room_for_what_rank_0_reads(world, tmp_path):
-    """Also for what a model in half precision keeps in float32, such as the bias of a router."""
+def test_every_rank_reads_the_same_types_of_numbers(world, tmp_path):
+    """Also of what a model in half precision keeps in float32, such as the bias of a router."""
     sizes = families.SIZES | families.EXPERTS | dict(n_routed_experts=6, moe_shared_expert_intermediate_size=24)
     config = transformers.NemotronHConfig(**sizes, layers_block_type=["attention", "moe"], n_group=1, topk_group=1)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     found = []
     for ranks in (world, replace(world, rank=1)):
-        model = models.load_pretrained(str(tmp_path), ranks, dtype=torch.bfloat16)
+        model = models.load_pretrained(str(tmp_path), ranks, dtype=torch.bfloat16, shards=2)
         found.append({k: (x.shape, x.dtype) for k, x in [*model.named_parameters(), *model.named_buffers()]})
     assert found[0] == found[1]
     in_float32 = {k for k, x in found[0].items() if x[1] == torch.float32 and "inv_freq" not in k}
@@ -179,7 +179,7 @@ def test_a_model_that_is_wrong_packed_and_padded_is_refused(tiny_model, world):
 
 
 def test_files_that_contradict_a_tie_of_the_config_are_refused(tiny_model, world, tmp_path):
-    """transformers would leave both weights on rank 0, and other ranks have one: their collectives would not match."""
+    """transformers would leave the weights untied, although the config says that they are one."""
     shutil.copytree(tiny_model, folder := tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] and "lm_head.weight" not in weights
@@ -210,7 +210,7 @@ def test_layers_get_angles_in_the_precision_that_the_model_gives_them(world, tmp
 
 
 def test_weights_keep_the_precision_of_their_files_until_they_are_sharded(tiny_model, world, tmp_path):
-    """Or rank 0 would hold all of them in float32: 290 GB of a model of 72B. The numbers are the same bit by bit."""
+    """Or a rank would hold its share twice, once more on the host. The numbers are the same bit by bit."""
     shutil.copytree(tiny_model, folder := tmp_path / "model")
     weights = {name: x.bfloat16() for name, x in load_file(folder / "model.safetensors").items()}
     weights["model.norm.weight"] = weights["model.norm.weight"].float() * 1.001  # which no bfloat16 is

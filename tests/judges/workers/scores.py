@@ -7,13 +7,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
-import helpers_scripts as h
 import torch
 from helpers_data import plan_micro_batches
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 
 import train_reward
 from extras.judges import RewardModelFlags, reward_model, scalar_models
@@ -50,12 +48,9 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load(path: str, ranks: Ranks, **options) -> nn.Module:
-    """The model in float64 as a script loads it; only rank 0 may read the folder's weights."""
-    kind, memory = scalar_models.ScalarModel(), replace(BARE, **options)
-    if ranks.is_main:
-        return shard(load_pretrained(path, ranks, kind, dtype=torch.float64), ranks, memory)
-    with mock.patch.object(*h.headers_only(AutoModelForSequenceClassification)):
-        return shard(load_pretrained(path, ranks, kind, dtype=torch.float64), ranks, memory)
+    """The model in float64 as a script loads it."""
+    model = load_pretrained(path, ranks, scalar_models.ScalarModel(), dtype=torch.float64)
+    return shard(model, ranks, replace(BARE, **options))
 
 
 def measure(path: str, batch: Batch, ranks: Ranks) -> dict:

@@ -5,7 +5,6 @@ torchrun --nproc_per_node N tests/judges/workers/values.py CRITIC BATCH OUT     
 
 import sys
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
@@ -13,7 +12,6 @@ import helpers_scripts as h
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForSequenceClassification
 
 from extras import judges
 from extras.judges import critic
@@ -62,11 +60,8 @@ def backward(model: nn.Module, batch: Batch, rows: Iterable[int], *, max_tokens:
 
 
 def load_in_double(path: str, ranks: Ranks) -> nn.Module:
-    """`load_critic` in float64; only rank 0 may read the folder's weights."""
-    with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(models, "load_pretrained", h.load_in_double()))
-        if not ranks.is_main:
-            patches.enter_context(mock.patch.object(*h.headers_only(AutoModelForSequenceClassification)))
+    """`load_critic` in float64."""
+    with mock.patch.object(models, "load_pretrained", h.load_in_double()):
         return load_critic(path, ranks)
 
 

@@ -6,13 +6,10 @@ torchrun --nproc_per_node N tests/model/workers/gradients.py MODEL BATCH OUT    
 import sys
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
-import helpers_scripts as h
 import torch
 from helpers_data import update
 from objectives import CASES, TEMPERATURE, packed_backward
-from transformers import AutoModelForCausalLM
 
 from rl.data.batching import Update, plan_update
 from rl.data.types import Batch, Sample, Sampling
@@ -28,11 +25,8 @@ CASE = ("ppo_clip", "token-mean")
 
 
 def load(path: str, ranks: Ranks, dtype: torch.dtype, **options) -> torch.nn.Module:
-    """The policy as a script loads it; only rank 0 may read the folder's weights."""
-    if ranks.is_main:
-        return shard(load_pretrained(path, ranks, dtype=dtype), ranks, replace(BARE, **options))
-    with mock.patch.object(*h.headers_only(AutoModelForCausalLM)):
-        return shard(load_pretrained(path, ranks, dtype=dtype), ranks, replace(BARE, **options))
+    """The policy as a script loads it."""
+    return shard(load_pretrained(path, ranks, dtype=dtype), ranks, replace(BARE, **options))
 
 
 def take_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
