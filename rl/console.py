@@ -46,8 +46,8 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def started(phase: str) -> bool:
-    """Print that a phase of the start has ended, with its seconds and those since the command: on rank 0. Returns True,
-    for callers who have to know that this has been said.
+    """Print, on rank 0, that a phase of the start has ended, with its seconds and those since the command. Returns
+    True, for callers who have to know that this has been said.
     """
     before, now = _last[0], time.time()
     _last[0] = now
@@ -78,13 +78,13 @@ def let_go_of_output() -> None:
 
 
 def progress(name: str, items: Iterable, total: int | None = None) -> tqdm:
-    """Iterate over a phase with a progress bar: on rank 0, on a terminal, once it has taken five seconds."""
-    quiet = True if os.environ.get("RANK", "0") != "0" else None  # None: quiet unless stderr is a terminal
+    """Iterate over a phase. Rank 0 shows a progress bar on a terminal, once the phase has taken five seconds."""
+    quiet = True if os.environ.get("RANK", "0") != "0" else None  # None is quiet unless stderr is a terminal
     return tqdm(items, desc=name, total=total, delay=5, leave=False, disable=quiet)
 
 
 def progress_line(step: int, total: int, metrics: dict[str, float]) -> str:
-    """The line of a step: the metrics that SHOWN names, tokens per second, seconds of the step and by phase."""
+    """The line of a step has the metrics that SHOWN names, tokens per second, and seconds of the step and by phase."""
     parts = {name: form.format(metrics[name], m=metrics) for name, form in SHOWN.items() if name in metrics}
     if cut := metrics.get("response_length/clip_ratio"):
         parts["response_length/mean"] += f" ({cut:.0%} cut)"

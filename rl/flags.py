@@ -94,7 +94,7 @@ def settled(group: T, **values: Any) -> T:
 
 
 def flat(args: Any) -> dict[str, Any]:
-    """{flag: value} of Args and all groups in it: what the command line can set."""
+    """{flag: value} of Args and all groups in it, which is what the command line can set."""
     return {name: value for name, value, _ in _each(args)}
 
 
@@ -144,7 +144,7 @@ def _each(args: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _notes(hint: Any) -> Iterator[Any]:
-    """What Annotated says about a type, at any depth: of the type itself, or of the members of a union."""
+    """What Annotated says about a type, at any depth, be it of the type itself or of the members of a union."""
     yield from getattr(hint, "__metadata__", ())
     for inner in get_args(hint):
         yield from _notes(inner)

@@ -1,4 +1,4 @@
-"""How a script ends that cannot begin: with one sentence, which one rank prints."""
+"""How a script ends that cannot begin. One rank prints one sentence."""
 
 import json
 import linecache
@@ -38,9 +38,9 @@ def explain(kind: type[BaseException], error: BaseException, traceback: Tracebac
 
 
 def tell_once(text: str) -> None:
-    """Print a text, if it is not empty, before this process ends: at once on the first rank of a machine. Another rank
-    waits, since torchrun ends it as soon as the first one has ended. If nobody has ended it after half a minute, it is
-    the only one that has met the mistake, and prints the text too.
+    """Print a text, if it is not empty, before this process ends. The first rank of a machine prints it at once.
+    Another rank waits, since torchrun ends it as soon as the first one has ended. If nobody has ended it after half a
+    minute, it is the only one that has met the mistake, and prints the text too.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(PATIENCE_S)

@@ -103,7 +103,7 @@ def ask(exit_code: int) -> None:
 
 def requested(group: dist.ProcessGroup | None = None) -> bool:
     """Whether this process was asked to stop, or knows of a rank that was. With a group (on the CPU) its ranks agree,
-    and all must enter. False after `hold`: what is waited for is needed then.
+    and all must enter. After `hold` it is False, because what is waited for is needed then.
     """
     if _state.held:
         return False

@@ -22,11 +22,11 @@ CHUNK_ROWS = 16  # rows that `derive` works on at a time
 
 class Packed(Generic[T]):
     """Items that are appended and read by number. Each call of `get` makes a new object. (What rl/model calls packed is
-    something else: sequences of tokens without padding.)
+    something else, namely sequences of tokens without padding.)
     """
 
     def __init__(self):
-        self.first = b""  # the first item, pickled: the dictionary by which all are compressed, since they are alike
+        self.first = b""  # the first item, pickled. All are compressed with it as a dictionary, since they are alike
         self.compressed: list[bytes] = []
 
     def __len__(self) -> int:

@@ -114,8 +114,9 @@ def _read_parquet(file: Path) -> Iterator[Row]:
 
 
 def _rows_of(batch: pa.RecordBatch, first: int, file: Path) -> list[Row]:
-    """The rows of a batch, the first of which is row `first` of the file. Raises ValueError naming row and column: a
-    batch with a value that cannot be read is divided into rows, and a row into columns, until only that value is left.
+    """The rows of a batch, the first of which is row `first` of the file. Raises ValueError naming row and column. To
+    find them, a batch with a value that cannot be read is divided into rows, and a row into columns, until only that
+    value is left.
     """
     try:
         return [_without_padding(row) for row in batch.to_pylist()]
@@ -254,7 +255,7 @@ def named(row: Row) -> str:
 
 
 def is_absent(value: Any) -> bool:
-    """Whether a column holds nothing in a row: null, or an empty text, list or dict."""
+    """Whether a column holds nothing in a row, which is null or an empty text, list or dict."""
     return value is None or isinstance(value, (str, list, dict)) and not value
 
 

@@ -41,7 +41,8 @@ def load_tokenizer(
 
 
 def stop_token_ids(model: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Every id that ends a response: the end-of-sequence ids of the tokenizer, the config and the generation config.
+    """Every id that ends a response, which are the end-of-sequence ids of the tokenizer, the config and the generation
+    config.
 
     They often differ. One ends the turns of an instruction-tuned model, another the documents of its base model.
     """
@@ -88,7 +89,9 @@ def prepare(tokenizer: Tokenizer, flags: Texts, day: str | None) -> Tokenizer:
 
 
 def rendering_of(tokenizer: Tokenizer) -> Rendering:
-    """How the chat template is used: as `prepare` was told, by default without arguments and with the date of today."""
+    """How the chat template is used, as `prepare` was told. The default is without arguments and with the date of
+    today.
+    """
     return vars(tokenizer).setdefault("rendering", Rendering())
 
 
@@ -105,8 +108,8 @@ def _variables(template: str) -> frozenset[str]:
         tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_marks)
     except jinja2.TemplateSyntaxError:  # an error as soon as there are messages to render
         return frozenset()
-    # A name that the template assigns is its own variable, unless the template also asks whether the caller has set it:
-    # by a test (`x is defined`) or a filter (`x | default(...)`).
+    # A name that the template assigns is its own variable, unless the template also asks whether the caller has set it.
+    # It asks by a test (`x is defined`) or a filter (`x | default(...)`).
     assigned = {x.name for x in tree.find_all(jinja2.nodes.Name) if x.ctx == "store"}
     tried = (x for x in tree.find_all((jinja2.nodes.Test, jinja2.nodes.Filter)) if x.name in ("defined", "default"))
     optional = {x.node.name for x in tried if isinstance(x.node, jinja2.nodes.Name)}

@@ -192,7 +192,7 @@ def _around(text: str, texts: Iterable[str]) -> str:
 
 
 def forms(text: str) -> Iterator[str]:
-    """How templates write a text: as it is, in JSON, or in XML, without white space."""
+    """The forms in which templates write a text, without white space. They are the text itself, JSON and XML."""
     yield "".join(text.split())
     for form in (json.dumps(text, ensure_ascii=False), json.dumps(text)):
         yield "".join(form[1:-1].split())
@@ -258,13 +258,15 @@ def check_vocabulary(tokenizer: Tokenizer, row: Row, place: str, text: str) -> N
 
 
 def _lost(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether a text comes back changed from its tokens, besides what normalizers do: case, accents, white space ..."""
+    """Whether a text comes back changed from its tokens. What normalizers change does not count, such as case or
+    accents.
+    """
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return _folded(tokenizer.decode(ids)) != _folded(text)
 
 
 def _folded(text: str) -> str:
-    # Without what Unicode calls marks, formats and controls: accents and invisible characters.
+    # Leave out what Unicode calls marks, formats and controls, which are accents and invisible characters.
     signs = (x for x in unicodedata.normalize("NFKD", text) if unicodedata.category(x) not in ("Mn", "Me", "Cf", "Cc"))
     return "".join("".join(signs).casefold().replace("\u2581", " ").split())
 

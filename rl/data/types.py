@@ -90,7 +90,8 @@ class Score(NamedTuple):
     text: str  # the response without special tokens, as the reward function saw it, or "" on the other ranks
     value: float | None
     components: dict[str, float]
-    # none: the function said that it cannot tell, or it was not asked, because the partner failed or the run stops
+    # "none" means that the function could not tell, or that it was not asked, because the partner failed or the run
+    # stops
     status: Literal["ok", "none", "error", "timeout"]
     seconds: float
 
@@ -182,8 +183,9 @@ class Batch:
     # (b,) int64, ascending. It says which of the step's responses each row is. None means 0..b-1.
     rows: torch.Tensor | None = None
     share: torch.Tensor | None = None  # (b,) float32, tokens of a row / tokens of its update, on all ranks
-    # (B, T, ...) by name, see `Columns`. In the place of "versions" a batch has "ages", int32: pushes of weights since
-    # a token was sampled, and -1 for one that was not. Phases of a step may add columns of any dtype.
+    # (B, T, ...) by name, see `Columns`. In the place of "versions" a batch has "ages", int32. These are the pushes of
+    # weights since a token was sampled, and -1 for a token that was not sampled. Phases of a step may add columns of
+    # any dtype.
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -232,7 +232,8 @@ def returns_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
 def sums_by_group(returns: Tensor, weights: Tensor, mask: Tensor, groups: Tensor, num_groups: int) -> Tensor:
     """What `token_baselines` needs of the rows of a rank. The sums of all ranks add up.
 
-    For every group and place t, over its rows i with mask 1 there: sum_i W_it * R_it, sum_i W_it, and their number.
+    For every group and place t these are sum_i W_it * R_it, sum_i W_it, and the number of rows. Each is over the rows i
+    of the group with mask 1 there.
 
     Args: returns, weights, mask (B, T), as wide on all ranks; groups (B,) int64. Returns: (3, num_groups, T).
     Source: Optimal Token Baseline, arXiv 2602.07078.
@@ -247,8 +248,8 @@ def token_baselines(sums: Tensor, *, eps: float = 1e-8) -> Tensor:
     """The baseline of every place in a group that makes the noise of the gradient smallest (optimal token baseline).
 
     B_t = sum_i W_it * R_it / (sum_i W_it + eps), over the rows that have a token there. It is 0 where fewer than two
-    have. W_it is a measure of the squared gradient of all log-probs up to t: the running sum of 1 - 2 pi_t
-    + sum_v pi(v)^2, which is that of log pi_t with respect to the logits.
+    have. W_it is a measure of the squared gradient of all log-probs up to t. It is the running sum of terms 1 - 2 pi_t
+    + sum_v pi(v)^2. Such a term is the squared gradient of log pi_t with respect to the logits.
 
     Args: sums (3, P, T), of all ranks, see `sums_by_group`. Returns: (P, T).
     Source: The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL, arXiv 2602.07078.

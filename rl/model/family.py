@@ -1,4 +1,4 @@
-"""The protocol of families: what a kind of models does otherwise than a dense decoder of text.
+"""The protocol of families, which says what a kind of models does otherwise than a dense decoder of text.
 
 A model has the families that fit it, mostly none. They are classes in extras/, such as extras/families/vision.py. Other
 files of rl/ call only the methods below.
@@ -72,7 +72,8 @@ class Family:
         """The model as it was before training, if that needs no second copy of its weights."""
         return None
 
-    # What leaves the process: weights for engines and files, and what a checkpoint has besides.
+    # These methods say what leaves the process, which are weights for engines and files, and what a checkpoint has
+    # besides.
 
     def exported(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """(name, whole tensor) pairs as engines and files know them, from those that the trainer has."""

@@ -160,7 +160,7 @@ def pack(batch: Batch, model: PreTrainedModel) -> tuple[list[Pass], Tensor]:
     shared = shared_prefix(batch) * all(x.shares_beginnings for x in model.packed.families)
     is_own = real & (position >= shared[:, None])  # (b, T) computed for this row, the others for one above
     place = is_own.flatten().cumsum(0).view(b, T) - 1  # (b, T) in the packed row, of each row's own tokens
-    owner = torch.where(is_own, row[:, None], 0).cummax(0).values  # (b, T) row that computes it: this or one above
+    owner = torch.where(is_own, row[:, None], 0).cummax(0).values  # (b, T) row that computes it, this or one above
     place = place.gather(0, owner)  # of all tokens
     borders, key_borders = (F.pad(n.cumsum(0), (1, 0)).to(torch.int32) for n in (is_own.sum(1), batch.lengths))
     packing = Packing(borders, key_borders, place[real], position[: batch.lengths.max()])
@@ -170,8 +170,9 @@ def pack(batch: Batch, model: PreTrainedModel) -> tuple[list[Pass], Tensor]:
 
 
 def add_packed_forward(model: PreTrainedModel) -> PreTrainedModel:
-    """Give a Hugging Face model its attribute `packed`, and the method `packed_forward`: inputs, a head and the wanted
-    tokens -> what the head makes of their hidden states. FSDP2 learns of this second forward in `sharding.shard`.
+    """Give a Hugging Face model its attribute `packed` and the method `packed_forward`. This takes inputs, a head and
+    the wanted tokens, and returns what the head makes of their hidden states. FSDP2 learns of this second forward in
+    `sharding.shard`.
     """
     attention, device = model.config.get_text_config()._attn_implementation, next(model.parameters()).device
     model.packed = Packed(attention, device, families_of(model), head_on_chunk())

@@ -37,7 +37,7 @@ class CausalLM:
 
 
 class Learning:
-    """What of a model learns: all of it. The group of flags of a script that says otherwise has the same methods."""
+    """What of a model learns, which is all of it. A group of flags that says otherwise has the same methods."""
 
     keeps_weights = False  # whether the weights of the files stay as they are, and others are added, which learn
 

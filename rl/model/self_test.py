@@ -41,8 +41,8 @@ def choose_forward(model: PreTrainedModel, ranks: Ranks, *, longest: int | None 
 
 
 class Trial:
-    """Random sequences, and what the own forward of a sharded model gives for each of them: `expected` log-probs
-    (n - 1,), or hidden states (n, H) of a model without LM head.
+    """Random sequences, and what the own forward of a sharded model gives for each of them. These `expected` values are
+    log-probs (n - 1,), or hidden states (n, H) of a model without LM head.
 
     Most sequences are short, two begin alike, and one is longer than the attention windows in the config, up to
     `longest` tokens. How far other outputs may be from these is the `limit` of the root mean square of the difference,

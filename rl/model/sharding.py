@@ -210,7 +210,7 @@ def _keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 def own_part(x: Tensor) -> Tensor:
-    """What this rank has of a tensor: all of one that is not sharded."""
+    """What this rank has of a tensor. Of one that is not sharded it has all."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 

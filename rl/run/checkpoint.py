@@ -85,7 +85,7 @@ class Saver:
     def save(self, step: int, trained: Trained, state: LoopState) -> None:
         """Begin to write `global_step_<step>` as everything is now. Waits for the save before.
 
-        Returns while a thread still reads the tensors: before these are changed or moved, call `wait_until_copied`.
+        Returns while a thread still reads the tensors. Before these are changed or moved, call `wait_until_copied`.
         Modules may be on any device. `state` is what each rank's loop carries from step to step.
 
         Older checkpoints beyond the number to keep are deleted afterwards. After a failure, such as a full disk,
@@ -107,7 +107,9 @@ class Saver:
         self.is_copied.wait()
 
     def settle(self) -> None:
-        """Wait for the save that is being written, if any, and take note of its outcome: the same one on all ranks."""
+        """Wait for the save that is being written, if any, and take note of its outcome, which is the same on all
+        ranks.
+        """
         if self.pending is None:
             return
         (step, outcome), self.pending = self.pending, None
@@ -137,7 +139,7 @@ class Saver:
     def close(self, status: str, step: int) -> None:
         """Wait until the last save is on disk, write STATUS.json, and let another run have the folder.
 
-        Raises RuntimeError, on all ranks, if the last save failed: the run is then without its result.
+        Raises RuntimeError, on all ranks, if the last save failed, since the run is then without its result.
         """
         self.settle()
         if not self.failures:
@@ -236,7 +238,7 @@ class Saver:
 def load(path: pathlib.Path, trained: Trained, *, moments_on_host: bool = False) -> None:
     """Load a checkpoint into what is trained, at any world size. All ranks must enter.
 
-    moments_on_host: leave AdamW's moments on the host, from where `extras.offload.keep_moments_on_host` takes them.
+    With moments_on_host, AdamW's moments stay on the host, from where `extras.offload.keep_moments_on_host` takes them.
     Raises ValueError if it holds anything but the tensors of these modules and optimizers, or as `Family.check_saved`.
     """
     then = trainer_state(path)

@@ -28,7 +28,7 @@ from rl.model.sharding import own_part, with_part
 # By name. The first one is what the run is about. A reference that the run changes has no optimizer.
 Trained = dict[str, tuple[PreTrainedModel, torch.optim.Optimizer | None]]
 
-STAGING = 2**27  # bytes copied from the device at a time: what a decoding step brings to the host may wait for them
+STAGING = 2**27  # bytes copied from the device at a time. What a decoding step brings to the host may wait for them
 
 
 class Place(NamedTuple):
@@ -156,7 +156,7 @@ def read(folder: pathlib.Path, ranks: int) -> dict[str, Saved]:
 def load(saved: dict[str, Saved], trained: Trained, *, moments_on_host: bool = False) -> None:
     """Give modules and optimizers what `read` found. Raises ValueError if that is not exactly of such modules.
 
-    moments_on_host: leave AdamW's moments on the host, since the device may have no room for them.
+    With moments_on_host, AdamW's moments stay on the host, since the device may have no room for them.
     """
     moments = _check(saved, trained)
     for name, (module, optimizer) in trained.items():
@@ -204,7 +204,7 @@ def _local(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
 
 
 def _pieces(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The bytes of all tensors, in pieces of STAGING at most: views, if the tensors are contiguous."""
+    """The bytes of all tensors, in pieces of STAGING at most. They are views if the tensors are contiguous."""
     return [piece for x in tensors.values() for piece in x.flatten().view(torch.uint8).split(STAGING)]
 
 

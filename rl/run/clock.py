@@ -41,9 +41,9 @@ class Clock:
     def metrics(self, *, num_tokens: int, num_generated: int | None = None) -> dict[str, float]:
         """timing_s/<phase> and timing_s/step in seconds, memory_gb/<phase> in GiB, and tokens per second.
 
-        perf/throughput is verl's: the step's tokens, prompts included, over its seconds and the ranks. With
-        `num_generated`, tokens that were sampled, there are perf/gen_tokens_per_s, while generating, and
-        perf/total_num_tokens too.
+        perf/throughput is defined as in verl, as the step's tokens, prompts included, divided by its seconds and the
+        number of ranks. With `num_generated`, tokens that were sampled, there are perf/gen_tokens_per_s, while
+        generating, and perf/total_num_tokens too.
         """
         step = self._now() - self.start
         numbers = {f"timing_s/{k}": v for k, v in self.seconds.items()} | {"timing_s/step": step}

@@ -25,8 +25,8 @@ class ToExport(NamedTuple):
 
     module: PreTrainedModel
     keys: list[str]  # of the weights that it trains
-    others: dict[str, torch.Tensor]  # on rank 0: other weights, whole, and buffers
-    beside: dict[str, torch.Tensor]  # on rank 0: if the module is part of a larger model, the weights of the rest
+    others: dict[str, torch.Tensor]  # on rank 0, other weights, whole, and buffers
+    beside: dict[str, torch.Tensor]  # on rank 0, the weights of the rest, if the module is part of a larger model
     num_weights: int  # trained or not
 
 
@@ -34,7 +34,9 @@ Exports = dict[str, ToExport]  # by the names of modules
 
 
 class Exporter:
-    """Writes the modules that a run trains, on rank 0. `frozen`: weights that nothing trains, read once."""
+    """Writes the modules that a run trains, on rank 0. `frozen` has the weights that nothing trains, which are read
+    once.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ranks: Ranks):
         self.ranks, self.frozen, self.beside = ranks, {}, {}
@@ -71,8 +73,8 @@ class Exporter:
         return records
 
     def write_huggingface(self, path: pathlib.Path, module: PreTrainedModel, weights: dict[str, torch.Tensor]) -> None:
-        """Write what transformers and vLLM load: safetensors, config with the compute dtype, generation config and
-        tokenizer.
+        """Write what transformers and vLLM load. These are safetensors, config with the compute dtype, generation
+        config and tokenizer.
         """
         path.mkdir(parents=True)
         whole = getattr(module, "whole", None)  # of a larger model, see `load.name_weights`

@@ -162,8 +162,9 @@ def describe_tokens(prefix: str, values: torch.Tensor, mask: torch.Tensor, ranks
 
 
 def of_staleness(batch: Batch, ranks: Ranks) -> dict[str, float]:
-    """How old the tokens of a batch are that were sampled: pushes of weights since then, their mean and maximum over
-    tokens, and the share of rows that several versions have sampled. All data ranks must enter.
+    """How old the sampled tokens of a batch are. The age of a token is the number of pushes of weights since then.
+    Returns its mean and maximum over tokens, and the share of rows that several versions have sampled. All data ranks
+    must enter.
     """
     ages = batch.columns.get("ages", torch.full_like(batch.input_ids, -1))
     oldest, youngest = ages.amax(1), ages.where(ages >= 0, ages.amax(1, keepdim=True)).amin(1)  # of each row

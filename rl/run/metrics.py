@@ -38,8 +38,8 @@ def of_sampled(responses: Sequence[Sample], n: int) -> dict[str, float]:
 
 
 def of_scores(responses: Sequence[Sample]) -> dict[str, float]:
-    """critic/score/*, and how scoring went: shares of responses without a score by cause, seconds, and the mean of
-    every component by data source.
+    """critic/score/*, and how scoring went. These are shares of responses without a score by cause, seconds, and the
+    mean of every component by data source.
     """
     scoring = of_scoring([r.score for r in responses], [r.data_source for r in responses])
     return describe("critic/score", scores_of(responses)) | scoring

@@ -114,10 +114,10 @@ def check_mode(resume_mode: str, ranks: Ranks) -> None:
 def find_checkpoint(resume_mode: str, root: pathlib.Path, ranks: Ranks) -> pathlib.Path | None:
     """The checkpoint to resume from. All ranks must enter.
 
-    `auto`: the newest one under `root` of which every byte is as its manifest says, or None if there is none at all.
-    `disable`: None. Otherwise a global_step_N folder that `check_mode` has let pass. Says which ones it passes over,
-    and why. Raises ValueError if all are damaged, or if `disable` or the folder would mix a new run into another one
-    under `root`.
+    With `auto` it is the newest one under `root` of which every byte is as its manifest says, or None if there is none
+    at all. With `disable` it is None. Otherwise it is a global_step_N folder that `check_mode` has let pass. Prints
+    which ones it passes over, and why. Raises ValueError if all are damaged, or if `disable` or the folder would mix a
+    new run into another one under `root`.
     """
     steps = gather(files.list_steps(root) if ranks.is_main else [])[0]
     if resume_mode != "auto":
@@ -165,8 +165,8 @@ def _problem(path: pathlib.Path, ranks: Ranks) -> str:
 
 
 def trainer_state(path: pathlib.Path) -> dict[str, Any]:
-    """What a checkpoint says of itself: its step, its world size, and `record_of` the run. Raises ValueError, naming
-    the file and the field, if that is not what `Saver` writes.
+    """What a checkpoint says about itself, which is its step, its world size, and `record_of` the run. Raises
+    ValueError, naming the file and the field, if that is not what `Saver` writes.
     """
     file = path / "trainer_state.json"
     try:

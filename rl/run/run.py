@@ -48,7 +48,7 @@ def newer_than_tested() -> str:
 
 
 class Run:
-    """One training run: a script calls it to save checkpoints, to stop in good order, to resume, and to log.
+    """One training run. A script calls it to save checkpoints, to stop in good order, to resume, and to log.
 
         run = Run(args, tokenizer, total_steps)           takes the folder, and finds the checkpoint to resume from
         run.begin({"actor": (policy, optimizer)}, ...)    loads it
@@ -88,7 +88,7 @@ class Run:
         pays = self.ranks.device.type == "cuda" and compiling_pays(args, total_steps, self.ranks.size)
         with_compile = replace(args, memory=settled(args.memory, compile=pays))
         chosen = settle(with_compile, self.ranks.all_gather([hardware()]), saved.get("memory"))
-        # other_ways: memory flags that `begin` tries, in this order, if those chosen turn out not to fit.
+        # other_ways are memory flags that `begin` tries, in this order, if those chosen turn out not to fit.
         self.memory, self.other_ways, record["memory"] = chosen.memory, chosen.rest, chosen.record
         if chosen.text and self.ranks.is_main:
             say(f"{chosen.text}\n--compile {chosen.memory.compile}")
@@ -124,7 +124,7 @@ class Run:
         mini_batch_size, in prompts, if it is not that of the flags.
 
         On GPUs `run.memory` may be another one afterwards, if less fits than was planned. Raises RuntimeError with the
-        flags to change if nothing fits: everything else that stays on the device has to be there by now.
+        flags to change if nothing fits. So everything else that stays on the device has to be there by now.
         """
         (policy, _), path = next(iter(trained.values())), self.resume_from
         self.trained, self.sampler = trained, sampler
@@ -256,7 +256,7 @@ class Run:
         tokens, of the step, and generated, those of them that were sampled.
 
         Every --log-samples-freq steps rank 0 prints the first response that it has sampled, and records it and others
-        to the same prompt in generations.jsonl, token by token, with what the batch has of them: `samples.shown`.
+        to the same prompt in generations.jsonl. `samples.shown` says what is recorded of each token.
         """
         tokens = sum(r.num_tokens for r in responses) if tokens is None else tokens
         generated = sum(r.num_sampled for r in responses) if generated is None and responses else generated
@@ -327,7 +327,7 @@ class Run:
         """End a run that is complete, when its last save is on disk. Then close the others, and leave the ranks.
 
         Returns the metrics of the last step and of the last evaluation. Raises RuntimeError, on all ranks, if the last
-        save failed: the run is then without its result.
+        save failed, since the run is then without its result.
         """
         gc.unfreeze()
         self.saver.close("completed", self.total_steps)

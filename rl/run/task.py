@@ -73,7 +73,7 @@ def load_task(args: Any, *, prompts_per_step: int | None = None, read_train: Rea
 
 
 def open_sampler(args: Any, task: Task, run: "Run", kind: type[Sampler] | None = None) -> Sampler:
-    """The sampler that the flags ask for, with its engine, which is asleep. Args: kind, of the sampler, instead."""
+    """The sampler that the flags ask for, or one of the class `kind`, with its engine, which is asleep."""
     engine = make_engine(args.model, run.ranks, args.rollout, longest=task.longest, seed=args.seed)
     kind = kind or args.decoding.sampler() or Sampler
     return kind(engine, task, run.ranks, run.states, run.may_stop_after, make_room=run.offload, take_back=run.onload)

@@ -194,8 +194,8 @@ def _set_aside(run_dir: pathlib.Path) -> None:
 
 
 def _drop_after(file: pathlib.Path, step: int, *, evaluates: bool) -> None:
-    """Drop the lines that a run resumed at `step` writes again: later steps, and the evaluation of `step` itself if the
-    run evaluates there first. A copy of a file with damaged lines is kept.
+    """Drop the lines that a run resumed at `step` writes again. These are later steps, and the evaluation of `step`
+    itself if the run evaluates there first. A copy of a file with damaged lines is kept.
     """
 
     def evaluation(line: dict) -> bool:

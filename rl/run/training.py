@@ -30,7 +30,7 @@ class TrainingArgs(Planned):
 
     @property
     def units(self) -> dict[str, int]:
-        """Tokens of what a micro-batch never divides, by what it is: a micro-batch holds at least one of each."""
+        """Tokens of what a micro-batch never divides, by what it is. A micro-batch holds at least one of each."""
         unit = "one sequence of" if self.rows_per_unit == 1 else "one pair of 2 x"
         flags = " + ".join(map(spelled, self.length_flags))
         flags = f"({flags})" if " " in flags else flags

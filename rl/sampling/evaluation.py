@@ -21,7 +21,8 @@ def summarize(
     *,
     shown: Sequence[Row],
 ) -> Evaluation:
-    """What the responses to held-out prompts are worth: equally many to each of this rank's rows, side by side.
+    """What the responses to held-out prompts are worth. There are equally many to each of this rank's rows, side by
+    side.
 
     Args: shown, rows whose responses are recorded. Returns: the means over all prompts of what `of_prompt` returns, and
     the responses to record. Both are empty if the run was asked to stop meanwhile. All ranks must enter.
@@ -67,7 +68,7 @@ def of_prompt(source: str, scores: Sequence[Score], lengths: Sequence[int]) -> d
 
 
 def of_scoring(scores: Sequence[Score], sources: Sequence[str]) -> dict[str, float]:
-    """How scoring went: shares of responses without a score by cause, seconds, and every component's mean by source.
+    """How scoring went, in shares of responses without a score by cause, seconds, and every component's mean by source.
 
     `sources` holds the data source of each response.
     """

@@ -62,7 +62,7 @@ def sample_groups(
     response once, with a finite log-prob for every token.
     """
     row_samplings = [sampling] * len(rows) if isinstance(sampling, Sampling) else sampling
-    loop, groups = Loop(engine, partner, seed=seed), {}  # groups: samples, by the place of their row
+    loop, groups = Loop(engine, partner, seed=seed), {}  # groups has samples by the place of their row
     with seeded(seed, engine.device):
         for i, (row, row_sampling) in enumerate(zip(rows, row_samplings, strict=True)):
             loop.start(i, row, row_sampling)

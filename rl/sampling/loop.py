@@ -32,14 +32,14 @@ IDLE_WAIT_S = 0.05  # how long to wait for the partner when the engine has nothi
 
 
 class Trajectory:
-    """One response in the making: what the policy sampled, and what it was told in between."""
+    """One response in the making, with what the policy sampled, and what it was told in between."""
 
     def __init__(self, key: Key, row: Row, sampling: Sampling, seed: int | None):
         self.key, self.row, self.sampling, self.seed = key, row, sampling, seed
         self.ids: list[int] = []
         self.mask: list[int] = []
         self.logprobs: list[float] = []
-        self.turns, self.finish_reason = 0, "abort"  # turns: how often the policy has come to an end
+        self.turns, self.finish_reason = 0, "abort"  # `turns` is how often the policy has come to an end
         # As far as the engine has told. Every sample has versions, also one that ended before anything was sampled.
         self.columns: dict[str, np.ndarray] = {"versions": np.empty(0, np.int32)}
 
@@ -92,7 +92,7 @@ class Trajectory:
 
 
 class Partner(Protocol):
-    """What answers the policy in the middle of a response. extras/agents has one: environments and tools.
+    """What answers the policy in the middle of a response. extras/agents has one, for environments and tools.
 
     It may keep what it likes for each response from `begin` to `end`, and set `finish_reason` of one that it ends.
     """

@@ -34,13 +34,13 @@ from rl.scoring.pool import Scorer, raise_if_failing
 
 
 class Task(NamedTuple):
-    """What responses are sampled for: prompts, how they are answered, and what scores the answers."""
+    """What responses are sampled for. It has the prompts, how they are answered, and what scores the answers."""
 
     tokenizer: PreTrainedTokenizerBase  # of --model
     train_rows: Lazy[Row]  # of --train-files, with their prompts' tokens
     val_rows: Lazy[Row]  # of --val-files
     scorer: Scorer  # has started the processes that score responses
-    sampling: Sampling  # how responses are sampled: temperature, stop tokens, limit ...
+    sampling: Sampling  # how responses are sampled, with temperature, stop tokens, limit ...
     partner: Partner | None  # what answers the policy in the middle of a response
     total_steps: int
     batch_size: int  # prompts to which a step has responses (P)
@@ -68,8 +68,8 @@ class Sampler:
     make_room: Callable[[], None]  # called before the engine wakes up, to free the memory that the engine needs
     take_back: Callable[[], None]  # called after the engine went to sleep, to move back what `make_room` has moved away
     is_awake: bool = False
-    # What the last call of `sample` has left, until the engine is woken again: the prompts of all ranks, and the
-    # responses that this rank has sampled. `sleep` checks these responses, and `Run.log_step` shows some of them.
+    # The last call of `sample` leaves the prompts of all ranks, and the responses that this rank has sampled, until the
+    # engine is woken again. `sleep` checks these responses, and `Run.log_step` shows some of them.
     rows: Sequence[Row] = ()
     own_samples: Sequence[Sample] = ()
 

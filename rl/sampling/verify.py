@@ -47,9 +47,9 @@ def check_engine(
     fewer samples if those of a rank have more tokens than a micro-batch may have.
 
     Returns the mean absolute difference over all probed tokens of all ranks, which must enter. Raises RuntimeError on
-    every rank if it is not finite or exceeds --max-logprob-gap: weights that did not reach the engine, a different
-    temperature, a broken kernel. The default limit is 1e-4 in float32 and 0.06 in bfloat16, where 0.004 to 0.04 is
-    normal, more for larger models. For a quantized engine it is 0.3.
+    every rank if it is not finite or exceeds --max-logprob-gap. The cause may be weights that did not reach the engine,
+    a different temperature, or a broken kernel. The default limit is 1e-4 in float32 and 0.06 in bfloat16, where 0.004
+    to 0.04 is normal, more for larger models. For a quantized engine it is 0.3.
 
     Rounding errors have both signs, so the signed mean of the differences stays near 0.001 in bfloat16. It is therefore
     also an error if tokens are likelier to the engine by more than a sixth of the limit on average, after four

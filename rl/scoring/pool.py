@@ -50,7 +50,7 @@ class Judge(Protocol):
 
 
 class Scorer:
-    """A pool of worker processes: `submit` the responses to one prompt after the other, then `collect` their scores.
+    """A pool of worker processes. `submit` the responses to one prompt after the other, then `collect` their scores.
 
     Args:
         functions: each `path/to/file.py[:function[:weight]]`, as docs/rewards.md says; the score of a response is their
@@ -84,8 +84,8 @@ class Scorer:
         self.num_workers = flags.reward_workers or min(max(own_cores, 1), 16)
         self.tokenizer, self.timeout_s, self.extra_info = tokenizer, flags.reward_timeout, extra_info
         self.total = 0  # tasks ever submitted
-        # For each sample that was not collected yet: its row, the task that scores it, and its place among the scores
-        # that the task returns.
+        # This has, for each sample that was not collected yet, its row, the task that scores it, and its place among
+        # the scores that the task returns.
         self.submitted: dict[Sample, tuple[Row, AsyncResult, int]] = {}
         self.judges: Sequence[Judge] = ()  # change what the functions gave. They have to be loaded before `collect`.
         # A worker ends with the thread that has started it, so `close` ends the threads. These are daemons, since the
@@ -99,7 +99,7 @@ class Scorer:
             self.threads.terminate()
             raise ValueError(f"--custom-reward-function {' '.join(functions)} cannot be loaded: {problems[0]}")
         self.batched = self.idle[0].loaded["batched"]
-        # components: of each data source, the names of the parts of its scores
+        # `components` has, for each data source, the names of the parts of its scores.
         self.report, self.components = try_functions(self, rows if functions else (), partner)
         self.judges = judges
 

@@ -1,4 +1,4 @@
-"""A worker, as the pool sees it. What runs in it: worker.py."""
+"""A worker, as the pool sees it. worker.py is what runs in it."""
 
 import json
 import signal

@@ -22,8 +22,8 @@ def try_functions(scorer: Any, rows: Iterable[Row], partner: Any = None) -> tupl
 
     Args: scorer, a `Scorer` without judges; partner, of the policy, if there is one, which says what it would make of
     these texts. Returns: the scores in words, and the names of the components of scores by data source. Raises
-    ValueError if an empty response or the reference answer cannot be scored: wrong columns, a missing package, a
-    sandbox that cannot be built.
+    ValueError if an empty response or the reference answer cannot be scored, because of wrong columns, a missing
+    package, or a sandbox that cannot be built.
     """
     first: dict[tuple[str, str], Row] = {}  # by data source, with a ground truth and without
     for row in rows:

@@ -62,7 +62,7 @@ def awaited(result: Any, run: Callable[[Any], Any] | None = None) -> Any:
 
 
 class Reward(NamedTuple):
-    """One reward function: its name in the metrics, its weight in the sum, and whether it takes lists."""
+    """One reward function, with its name in the metrics, its weight in the sum, and whether it takes lists."""
 
     label: str
     weight: float
@@ -79,8 +79,8 @@ def load_reward(label: str, weight: float, path: str, name: str) -> Reward:
 
 
 def as_number(value: Any) -> float:
-    """An int, float, bool, Decimal, numpy or torch scalar as float. Raises ValueError for others, NaN, and beyond 1e18:
-    the scripts compute advantages in float32, where the squares of such numbers would no longer be finite.
+    """An int, float, bool, Decimal, numpy or torch scalar as float. Raises ValueError for others, NaN, and beyond 1e18,
+    since the scripts compute advantages in float32, where the squares of such numbers would no longer be finite.
     """
     plain = value.item() if hasattr(value, "item") else value
     plain = float(plain) if isinstance(plain, Decimal) else plain

@@ -59,8 +59,8 @@ class Engine:
         return parts
 
     def has_requests(self, *, waiting: bool = False) -> bool:
-        """Whether any response is still to be sampled, by this rank or one that shares the engine. `waiting`: this rank
-        will add more, so none of them may leave.
+        """Whether any response is still to be sampled, by this rank or one that shares the engine. `waiting` says that
+        this rank will add more, so none of them may leave.
         """
         return bool(self.in_flight) or any(self.of_group(waiting or bool(self.new)))
 

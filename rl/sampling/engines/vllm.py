@@ -26,8 +26,8 @@ PREFILL = 8192  # tokens of prompts that vLLM reads in one pass
 # prompts is not, and takes longer. Conversations begin turns all the time. This way several of them begin together.
 TAKE_EVERY = 8
 
-# vLLM's own quantization of weights while it loads them, by our name. FP8: a scale for every row of a weight, and for
-# every token that is multiplied with it.
+# vLLM's own quantization of weights while it loads them, by our name. FP8 has a scale for every row of a weight, and
+# for every token that is multiplied with it.
 QUANTIZATIONS = {"none": None, "fp8": "fp8_per_channel"}
 
 
@@ -72,7 +72,8 @@ class Engine(base.Engine):
         from vllm.distributed import parallel_state
         from vllm.model_executor.models import registry
 
-        # vLLM would start a process to look at the model's class, so as not to touch the GPU: ten seconds and more.
+        # vLLM would start a process to look at the model's class, so as not to touch the GPU. That takes ten seconds
+        # and more.
         registry._run_in_subprocess = lambda look: look()
         started("imports of vLLM")
 
@@ -110,7 +111,8 @@ class Engine(base.Engine):
         self.group = parallel_state.get_tp_group().cpu_group if size > 1 else None
         self.core = self.llm.llm_engine.engine_core
         self.scheduler = self.core.engine_core.scheduler
-        # count: requests that were handed to vLLM so far. steps: how many were made since the last of them.
+        # `count` is how many requests were handed to vLLM so far, and `steps` how many steps were made since the last
+        # of them.
         self.count, self.steps, self.has_started = 0, 0, False
         if self.routing is None:  # otherwise vLLM's own scheduler must see every token, to collect its experts
             if vllm.__version__.startswith(TESTED):
@@ -119,8 +121,8 @@ class Engine(base.Engine):
                 say(f"vLLM {vllm.__version__} was not tested with our shortcuts: generation takes about a third longer")
 
     def _take_new(self, *, at_once: bool = False) -> None:
-        """Hand new requests to vLLM: the same ones in the same order on all ranks that share this engine, which take
-        each other's new requests. That is done every TAKE_EVERY steps, or if nothing is being sampled.
+        """Hand new requests to vLLM. Ranks that share this engine hand over each other's too, so all of them hand over
+        the same ones in the same order. That is done every TAKE_EVERY steps, or if nothing is being sampled.
         """
         if self.in_flight and self.steps % TAKE_EVERY and not at_once:
             return
@@ -227,7 +229,7 @@ def _prepared_for_cpu() -> dict[str, Any]:
     """vLLM's arguments for a CPU, of which its environment learns before vLLM is imported."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # torch trains on the same cores
-    torch._dynamo.config.disable = True  # or the sampler is compiled: seconds of warm-up, and a C++ compiler
+    torch._dynamo.config.disable = True  # else the sampler is compiled, which takes seconds and a C++ compiler
     # No prompt is cut, since vLLM would wind the generator of a request with a seed back, which only those of GPUs
     # allow.
     return {"enforce_eager": True, "enable_chunked_prefill": False}

@@ -9,7 +9,7 @@ class Worker(gpu_worker.Worker):
     """In place of vLLM's own, which takes all memory that it is allowed, and time to get it at every `wake`."""
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache: what vLLM finds room for, but no more than it can use."""
+        """Bytes for the KV cache, as many as vLLM finds room for, but no more than it can use."""
         # vLLM would capture CUDA graphs here only to measure their memory, and capture them again later. That takes
         # about ten seconds. It also skips the measurement for users who set the size of the KV cache themselves, so
         # nothing later depends on it. vLLM subtracts this 1 GiB from the memory for the KV cache instead.
