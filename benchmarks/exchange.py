@@ -79,7 +79,7 @@ def main(args: Args) -> dict[str, float]:
         batching, (batch, _) = timed(ranks, plan)
         found = {"share_s": sharing, "make_batch_s": batching, "total_s": sharing + batching}
         best = min(best or found, found, key=lambda x: x["total_s"])
-    moved = [responses[i] for i in batch.rows.tolist() if responses[i].rank != ranks.data_rank]
+    moved = [responses[i] for i in batch.rows.tolist() if responses[i].rank != ranks.rank]
     best["tokens_received_mb"] = sum(BYTES_PER_TOKEN * r.num_response_tokens for r in moved) / 1e6
     best["batch_mb"] = sum(x.nbytes for x in batch.tensors().values()) / 1e6
     if ranks.is_main:

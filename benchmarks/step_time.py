@@ -239,7 +239,7 @@ def bare_generation(args: train_grpo.Args, rounds: int, port: int) -> float:
         detokenize=False,
     )
     tp = args.rollout.tensor_model_parallel_size
-    engines = replace(ranks, data_rank=ranks.rank // tp, data_size=ranks.size // tp)
+    engines = replace(ranks, rank=ranks.rank // tp, size=ranks.size // tp)
     own_rows = engines.own_slice(rows[: args.train_batch_size])
     prompts = [{"prompt_token_ids": row["prompt_ids"]} for row in own_rows]
     rates = []
@@ -250,7 +250,7 @@ def bare_generation(args: train_grpo.Args, rounds: int, port: int) -> float:
         start = now(ranks.device)
         outputs = engine.llm.generate(prompts, sampling, use_tqdm=False)
         seconds = now(ranks.device) - start
-        rates.append(sum(len(c.token_ids) for o in outputs for c in o.outputs) / seconds * engines.data_size)
+        rates.append(sum(len(c.token_ids) for o in outputs for c in o.outputs) / seconds * engines.size)
     engine.close()
     return max(rates[1:])
 

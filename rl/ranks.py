@@ -21,8 +21,10 @@ PATIENCE = datetime.timedelta(days=30)
 class Ranks:
     """This process among its peers.
 
-    `rank` and `size` count the processes, as torchrun does. `data_rank` and `data_size` count those that work on
-    different data. Today all of them do. Ranks that share a sequence or a layer would have one `data_rank`.
+    `rank` and `size` count the processes, as torchrun does. Each of them samples responses to prompts of its own.
+    `data_rank` and `data_size` count those that train on different rows. By default all of them do. With
+    --sequence-parallel-size N, N neighbors have one `data_rank`: they train on the same rows, and each of them has a
+    slice of the tokens, see extras/sequence_parallel.
     """
 
     rank: int
@@ -32,7 +34,8 @@ class Ranks:
     data_rank: int
     data_size: int
     group: dist.ProcessGroup  # of all ranks
-    data_group: dist.ProcessGroup  # of those that work on different data
+    data_group: dist.ProcessGroup  # of those that train on different rows, one for each data rank
+    sequence_group: dist.ProcessGroup | None = None  # of those that train on the same rows. None if this rank is alone.
     # Most models compute a prompt that neighboring rows share once (rl/model/logprobs.py). Models that do not do so are
     # added here when they are loaded. If there are any, rl/data/batching.py counts a shared prompt for every row.
     not_sharing: weakref.WeakSet = field(default_factory=weakref.WeakSet, compare=False, repr=False)
@@ -42,21 +45,26 @@ class Ranks:
         """Whether this is rank 0, the one that prints and writes."""
         return self.rank == 0
 
+    @property
+    def sequence_size(self) -> int:
+        """How many ranks train on the same rows."""
+        return self.size // self.data_size
+
     def own_slice(self, items: Sequence[T]) -> list[T]:
         """This rank's contiguous share of a list. Shares differ by at most one item. `all_gather` restores the list."""
-        return [items[i] for i in self.slice_of(len(items), self.data_rank)]
+        return [items[i] for i in self.slice_of(len(items), self.rank)]
 
-    def slice_of(self, n: int, data_rank: int) -> range:
-        """Which of `n` items `own_slice` gives to a data rank."""
-        return range(n * data_rank // self.data_size, n * (data_rank + 1) // self.data_size)
+    def slice_of(self, n: int, rank: int) -> range:
+        """Which of `n` items `own_slice` gives to a rank."""
+        return range(n * rank // self.size, n * (rank + 1) // self.size)
 
     def all_gather(self, items: Iterable[T]) -> list[T]:
-        """Every rank's list, of any length, put together in rank order. All data ranks must enter."""
-        if self.data_size == 1:
-            return list(items)
-        parts: list[list[T]] = [[] for _ in range(self.data_size)]
-        dist.all_gather_object(parts, list(items), group=self.data_group)
-        return [item for part in parts for item in part]
+        """Every rank's list, of any length, put together in rank order. All ranks must enter."""
+        return [item for part in _gather(list(items), self.group, self.size) for item in part]
+
+    def of_same_rows(self, items: list[T]) -> list[list[T]]:
+        """The lists of the ranks that train on the same rows as this one, in their order. All of them must enter."""
+        return _gather(items, self.sequence_group, self.sequence_size)
 
     def all_reduce_sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over data ranks, as a new tensor. All data ranks must enter."""
@@ -94,19 +102,28 @@ class Ranks:
         return mean, squares / max(count - 1, 1)
 
     def send(self, parcels: Sequence[bytes]) -> list[bytes]:
-        """Give each data rank its parcel. Returns what this rank gets from each. All data ranks must enter.
+        """Give each rank its parcel. Returns what this rank gets from each. All ranks must enter.
 
         Args: parcels, one for each rank.
         """
-        if self.data_size == 1:
+        if self.size == 1:
             return list(parcels)
-        outgoing, incoming = torch.tensor([len(x) for x in parcels]), torch.empty(self.data_size, dtype=torch.int64)
-        dist.all_to_all_single(incoming, outgoing, group=self.data_group)  # how many bytes are about to come
+        outgoing, incoming = torch.tensor([len(x) for x in parcels]), torch.empty(self.size, dtype=torch.int64)
+        dist.all_to_all_single(incoming, outgoing, group=self.group)  # how many bytes are about to come
         received = torch.empty(int(incoming.sum()), dtype=torch.uint8)
         # One byte too many, since frombuffer takes no empty buffer.
         sent = torch.frombuffer(bytearray(b"".join([*parcels, b"\0"])), dtype=torch.uint8)[:-1]
-        dist.all_to_all_single(received, sent, incoming.tolist(), outgoing.tolist(), group=self.data_group)
+        dist.all_to_all_single(received, sent, incoming.tolist(), outgoing.tolist(), group=self.group)
         return [part.numpy().tobytes() for part in received.split(incoming.tolist())]
+
+
+def _gather(items: list[T], group: dist.ProcessGroup | None, size: int) -> list[list[T]]:
+    """The lists of all ranks of a group of this size."""
+    if size == 1:
+        return [items]
+    parts: list[list[T]] = [[] for _ in range(size)]
+    dist.all_gather_object(parts, items, group=group)
+    return parts
 
 
 def die_with_launcher() -> None:

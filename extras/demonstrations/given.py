@@ -17,7 +17,7 @@ def given_responses(rows: Sequence[dict], ranks: Ranks) -> list[Sample]:
     Every rank has all rows, so nothing is sent. As after `gather_responses`, a rank has the tokens of its slice only.
     """
     n, responses = len(rows), []
-    ranks_of_rows = [r for r in range(ranks.data_size) for _ in ranks.slice_of(n, r)]
+    ranks_of_rows = [r for r in range(ranks.size) for _ in ranks.slice_of(n, r)]
     for row, rank in zip(rows, ranks_of_rows, strict=True):
         for i, ids in enumerate(row["given"]):
             zeros = np.zeros(len(ids))
@@ -32,7 +32,7 @@ def given_responses(rows: Sequence[dict], ranks: Ranks) -> list[Sample]:
                 rank=rank,
                 number=NO_NUMBER,
             )
-            responses.append(sample if rank == ranks.data_rank else sample.without_tokens())
+            responses.append(sample if rank == ranks.rank else sample.without_tokens())
     return responses
 
 

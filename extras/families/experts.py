@@ -246,7 +246,9 @@ def describe(seen: dict[int, list[Choice]], ranks: Ranks) -> dict[str, float]:
     count = entropies[0].new_tensor(float(len(logits)))
     replays = (torch.stack(known).all(0), torch.stack(changed).any(0)) if known else (torch.zeros_like(count),) * 2
     own = torch.stack([count, sum(entropies), *(x.double().sum() for x in replays)])
-    sums = ranks.all_reduce_sum(torch.cat([own, *loads, *means])).tolist()
+    sums = torch.cat([own, *loads, *means])
+    torch.distributed.all_reduce(sums, group=ranks.group)  # also over those that have other tokens of the same rows
+    sums = sums.tolist()
     layers, E = len(seen), len(loads[0])
     shares, means = torch.tensor(sums[4:], dtype=torch.float64).view(2, layers, E)
     busiest = (shares.amax(1) / shares.mean(1).clamp(min=1e-9)).mean().item()

@@ -59,6 +59,8 @@ def choose_way(trial: Trial, problem: str) -> None:
             )
         apart, no_kernels = recurrent.ways(model.packed.device)
         ways = [name for name, way in WAYS.items() if way.apart in apart or way.is_padded]
+    if ranks.sequence_size > 1:  # Of these ways, the ranks can divide the tokens of the first one only.
+        ways = [name for name in ways if not WAYS[name].is_padded and not WAYS[name].apart][:1]
     for name in ways:
         way = use_way(model, name)
         if not way.own_head and not trial.has_plain_head:
@@ -68,6 +70,9 @@ def choose_way(trial: Trial, problem: str) -> None:
         if error <= trial.limit:
             break
     else:
+        if ranks.sequence_size > 1:
+            what = f"{flag}: {kind} cannot be sliced by --sequence-parallel-size {ranks.sequence_size}, since"
+            raise ValueError(f"{what} packed it gives other numbers ({[*reasons.values()][-1]}); leave that flag out")
         raise ValueError(
             f"{flag}: {kind} gives other numbers here than its own forward does, packed ({reasons[ways[-2]]}) and "
             f"padded ({reasons['padded']}); choose another model"

@@ -136,8 +136,11 @@ class RewardModel:
         if overlong := sum(len(x) > most for x in ids):
             what = f"{overlong} of {len(ids)} conversations have more than {most} tokens for the reward model"
             say(f"rank {ranks.rank}: {what}; their beginning was cut off", sys.stderr)
-        ids = [x[-most:] for x in ids]
-        micros = plan_update([len(x) for x in ids], max_tokens=self.max_tokens).micro_batches
+        parts = ranks.of_same_rows([x[-most:] for x in ids])  # of the ranks that compute together
+        ids, start = [x for part in parts for x in part], sum(map(len, parts[: ranks.rank % ranks.sequence_size]))
+        own = slice(start, start + len(prompts))
+        max_tokens = self.max_tokens * ranks.sequence_size
+        micros = plan_update([len(x) for x in ids], max_tokens=max_tokens).micro_batches
         passes = max(ranks.all_gather([len(micros)]))  # collectives: ranks with less to score run empty ones
         batch = collate([Sample(x, [], [], [], "stop", i) for i, x in enumerate(ids or [[0, 0]])], pad_id=0)
-        return fixed_scores(self.model, batch, micros + [[]] * (passes - len(micros)))[: len(ids)].tolist()
+        return fixed_scores(self.model, batch, micros + [[]] * (passes - len(micros)))[own].tolist()

@@ -100,7 +100,7 @@ class InFlight:
 
         Args: as for `sample_groups`, but rows of all ranks; step, on which the engine's seed depends. Returns: the rows
         of the P groups, of all ranks, and this rank's samples, groups side by side in their order. Both are incomplete
-        if the run was asked to stop: end the phase then. All data ranks must enter.
+        if the run was asked to stop: end the phase then. All ranks must enter.
         """
         seed, own_slice = derive_seed(self.seed, step, engine.first_rank), self.ranks.own_slice
         # Two shares: a share of both together may be less than a rank's share of P.
@@ -108,7 +108,7 @@ class InFlight:
         if self.loop is None:
             self.loop = Loop(engine, partner, seed=seed)
             self._restore(sampling, on_group)
-        num_groups = len(self.ranks.slice_of(self.batch_size, self.ranks.data_rank))
+        num_groups = len(self.ranks.slice_of(self.batch_size, self.ranks.rank))
         with seeded(seed, engine.device), progress("generate", [], total=num_groups) as bar:
             self.loop.resume()
             for i, row in enumerate(own_rows):  # at the end of an epoch a prompt may be there twice

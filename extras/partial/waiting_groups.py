@@ -34,10 +34,10 @@ def from_states(states: Sequence[Saved], rows: Mapping[int, Row], n: int, ranks:
         row = rows.get(whole[0].row_index)
         if len(whole) == n and row is not None and np.array_equal(row["prompt_ids"], whole[0].prompt_ids):
             groups.append(whole)
-    owners = [i * ranks.data_size // len(groups) for i in range(len(groups))]  # the rank that gets each group's tokens
+    owners = [i * ranks.size // len(groups) for i in range(len(groups))]  # the rank that gets each group's tokens
     return [
         [
-            replace(s if owner == ranks.data_rank else s.without_tokens(), rank=owner, number=i * n + j)
+            replace(s if owner == ranks.rank else s.without_tokens(), rank=owner, number=i * n + j)
             for j, s in enumerate(group)
         ]
         for i, (group, owner) in enumerate(zip(groups, owners, strict=True))

@@ -66,7 +66,7 @@ def rehearse(
             for model, _ in trained.values():
                 recompute_layers(model)
             peaks = []
-        taken, tokens = way, max(budget_of(way)[1], max_length)
+        taken, tokens = way, max(budget_of(way)[1] * ranks.sequence_size, max_length)
         if tries_small:
             if not peaks:  # none of these passes may be larger than what is tried
                 small = max(1, min(max(max_length, FIRST), tokens // 2))

@@ -50,7 +50,7 @@ def choose_tokens(
     ranks: Any,
 ) -> Any:
     """The batch with advantages only where the policy learns, and with the column `chosen`: see
-    `token_selection.choose`. All data ranks must enter.
+    `token_selection.choose`. All ranks must enter.
     """
     from extras.variants import token_selection
 

@@ -54,7 +54,7 @@ def choose(
     covariance between its bounds, and kl_cov takes those with the largest covariance.
 
     Args: loss_mode, one of RULES or any other; batch with advantages and, for one of RULES, old_logp; entropies,
-    (batch, updates) -> (B, T); seed, of the run and the step. All data ranks must enter.
+    (batch, updates) -> (B, T); seed, of the run and the step. All ranks must enter.
     """
     mask, rows = batch.response_mask, batch.rows
     if flags.top_entropy_quantile < 1 or loss_mode in RULES:
@@ -85,15 +85,15 @@ def fixed_entropies(model: nn.Module, batch: Batch, updates: Sequence[Update], *
 
 
 def largest(x: Tensor, among: Tensor, k: int, ranks: Ranks, *, ties: Tensor) -> Tensor:
-    """The k largest entries of x on all data ranks, which must enter, or all that there are, if there are fewer.
+    """The k largest entries of x on all ranks, which must enter, or all that there are, if there are fewer.
 
     Many tokens have equal covariances, since the policy is certain of them: those with the largest `ties` are taken.
     Args: x (b, T); among (b, T) bool, which entries count; ties (b, T), all different. Returns: (b, T) bool.
     """
     pairs = torch.complex(x.double(), ties.double()).numpy()  # in numpy x decides their order, then the ties
     best = np.sort(pairs[among.numpy()])[::-1][:k]
-    # The k best of all ranks are among the k best of each rank.
-    every = np.sort(np.concatenate(ranks.all_gather([best])))[::-1][:k]
+    # The k best of all ranks are among the k best of each rank. Ranks that train on the same rows have the same ones.
+    every = np.sort(np.concatenate(ranks.all_gather([best])[:: ranks.sequence_size]))[::-1][:k]
     return among & torch.from_numpy(pairs >= every[-1]) if len(every) else torch.zeros_like(among)
 
 

@@ -97,6 +97,7 @@ def plan_update(
 
     Args:
         lengths: tokens of every row that there is.
+        max_tokens: on each of the ranks that train on the same rows. Together they hold as many times more.
         rows: those of this optimizer step; by default all.
         ranks: who shares the rows; by default this rank alone has them.
         shared: for every row how many tokens at its start the one before it among `rows` has too. They cost nothing in
@@ -110,6 +111,7 @@ def plan_update(
     [[0], [2]] and [[1], [3]]. With max_tokens 7 and shared [0, 3, 2, 1] they are [[0, 1], [2, 3]].
     """
     rank, size = (ranks.data_rank, ranks.data_size) if ranks else (0, 1)
+    max_tokens *= ranks.sequence_size if ranks else 1
     rows, n = sorted(range(len(lengths)) if rows is None else rows), rows_per_unit
     shared, learned = shared or [0] * len(lengths), learned or lengths
     if len(rows) % n:
@@ -168,7 +170,7 @@ def make_batch(
         version: the number of the newest weights, from which the ages of tokens follow; None if nobody asks.
 
     Returns: the batch of this rank's rows, padded to the longest prompt + response of any rank, and the updates. All
-    data ranks must enter.
+    ranks must enter.
     """
     if trainable is None:
         trainable = torch.tensor([r.score.value is not None for r in responses], dtype=torch.bool)
@@ -214,9 +216,10 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 def _deliver(responses: Sequence[Sample], rows_of_rank: list[list[int]], ranks: Ranks) -> list[Sample]:
     """The samples of this rank's rows. Each rank sends the tokens that others train on, and nothing else."""
-    me, parcels = ranks.data_rank, []
-    for rank, rows in enumerate(rows_of_rank):  # its parcel: what this rank has sampled and that other rank trains on
+    me, parcels = ranks.rank, []
+    for rank in range(ranks.size):  # its parcel: what this rank has sampled and that other rank trains on
+        rows = rows_of_rank[rank // ranks.sequence_size]
         parcels.append(pickle.dumps([responses[i].tokens() for i in rows if responses[i].rank == me != rank]))
     received = [iter(pickle.loads(parcel)) for parcel in ranks.send(parcels)]
-    mine = [responses[i] for i in rows_of_rank[me]]
+    mine = [responses[i] for i in rows_of_rank[ranks.data_rank]]
     return [s if s.rank == me else replace(s, **next(received[s.rank])) for s in mine]

@@ -47,7 +47,7 @@ class Packing(NamedTuple):
 
 def packed_sdpa(module, query, key, value, attention_mask, *, packing, scaling=None, sliding_window=None, **rest):
     """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D). Right padding is exact under a causal mask."""
-    _refuse_options(rest)
+    refuse_options(rest)
     borders, key_borders, offset = packing.borders.long(), packing.key_borders.long(), packing.offset
     valid = offset < key_borders.diff()[:, None]  # (b, L)
     index = packing.key_index[(key_borders[:-1, None] + offset).where(valid, 0)]  # (b, L) positions in the packed row
@@ -77,8 +77,8 @@ def packed_fa2(module, query, key, value, attention_mask, *, packing, scaling=No
 
 
 def _for_kernel(query, key, value, packing, sliding_window, rest) -> tuple[tuple, tuple[int, int]]:
-    """The positional arguments of a varlen kernel, and its window. Raises ValueError as `_refuse_options`."""
-    _refuse_options(rest)
+    """The positional arguments of a varlen kernel, and its window. Raises ValueError as `refuse_options`."""
+    refuse_options(rest)
     q, k, v = query[0].transpose(0, 1), _expand(key, packing), _expand(value, packing)  # (N or N', heads, D)
     lengths = (packing.borders, packing.key_borders, len(packing.offset), len(packing.offset))
     # How many keys before and after the query's may be attended to. -1 means all.
@@ -91,7 +91,8 @@ def _expand(x: Tensor, packing: Packing) -> Tensor:
     return x[0].transpose(0, 1).float().index_select(0, packing.key_index).to(x.dtype)
 
 
-def _refuse_options(options: dict) -> None:
+def refuse_options(options: dict) -> None:
+    """Raise ValueError if a layer gives its attention an option that packed attention does not compute."""
     # Gemma 2's capped scores, gpt-oss' sinks, chosen keys, learned biases: dropping them would change the numbers.
     for name in ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices"):
         if options.get(name) is not None:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
+from extras.sequence_parallel import slice_tokens
 from rl.console import started
 from rl.model.attention import choose_attention, use_attention
 from rl.model.checks import read_config, read_model
@@ -59,6 +60,7 @@ def load_model(
     else:
         learning.apply(model, path=path, seed=seed, ranks=ranks)
     model = shard(model, ranks, replace(memory, compile=memory.compile and ranks.device.type == "cuda"))
+    slice_tokens(model, ranks)
     started(f"{flag} on the device")
     with contextlib.ExitStack() as tests:
         for x in model.packed.families:

@@ -46,6 +46,7 @@ class Packed:
     layout: Callable | None = None  # used in the place of `pack`, with its arguments and results
     own_logits: Callable | None = None  # (model, hidden (C, H)) -> logits (C, V), if more than a product with a weight
     max_tokens: int = sys.maxsize  # of a micro-batch, which `check_engine` may not exceed either
+    slices: Callable | None = None  # cuts a packed row into slices for several ranks, see extras/sequence_parallel
 
 
 def token_logprobs(
@@ -135,12 +136,15 @@ def run_packed(model: PreTrainedModel, batch: Batch, wanted: Tensor, head: Calla
     for family in model.packed.families:
         batch, wanted = family.widen(batch, wanted)
     passes, place = (model.packed.layout or pack)(batch, model)
+    places = place[wanted]
+    if model.packed.slices:
+        passes, places, head = model.packed.slices(passes, places, head)
     for family in model.packed.families:
         family.begin(batch, passes)
     # `args` go in through a lambda. As arguments, FSDP2 would round their floats, such as a teacher's log-probs, to the
     # compute precision.
     inputs = [x.inputs for x in passes]
-    out = model.packed_forward(lambda module, hidden: head(module, hidden, *args), inputs, place[wanted])
+    out = model.packed_forward(lambda module, hidden: head(module, hidden, *args), inputs, places)
     if not torch.is_grad_enabled():
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -114,7 +114,7 @@ class Trial:
             logp, _ = token_logprobs(self.model, batch)
             return [row[1:n] for row, n in zip(logp, lengths, strict=True)]
         real = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device) < batch.lengths[:, None]
-        return list(run_packed(self.model, batch, real, lambda _, hidden: hidden.float()).split(lengths))
+        return list(run_packed(self.model, batch, real, lambda _, hidden: (hidden.float(),))[0].split(lengths))
 
     def difference(self, outputs: Callable[[], list[Tensor]]) -> tuple[float, str]:
         """How far outputs are from those expected, the same number on all ranks, and that in words."""
@@ -126,7 +126,7 @@ class Trial:
             raise
         except Exception as problem:  # a model may fail in any way at arguments that it was not made for
             error, reason = torch.tensor(math.inf, device=self.ranks.device), f"{type(problem).__name__}: {problem}"
-        largest = self.ranks.all_reduce_max(error.float()).item()
+        largest = max(self.ranks.all_gather([error.float().item()]))
         return largest, reason.splitlines()[0][:200] if reason else f"its {self.kind} would differ by {largest:.1g}"
 
 

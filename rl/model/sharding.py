@@ -49,6 +49,9 @@ class Memory:
     activation_checkpointing: Free[Literal["auto", "none", "selective", "full"]] = "auto"
     # This many ranks share one copy of the model, such as the GPUs of a machine. By default all ranks do.
     fsdp_size: Free[AtLeast1 | None] = None
+    # This many neighboring ranks train on the same sequences, and each computes a slice of the tokens (Ulysses). This
+    # is for sequences that are too long for one GPU.
+    sequence_parallel_size: Free[AtLeast1] = 1
     # Compile the layers and the head with torch.compile on a GPU. auto does it if the run is long enough to pay.
     compile: Free[Switch] = "auto"
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from extras.offload import keep_moments_on_host, offload, onload
 from extras.plan import budget_of, compiling_pays, hardware, rehearse, settle
+from extras.sequence_parallel import share_rows
 from rl import stop
 from rl.console import let_go_of_output, progress_line, say, show_sample, started
 from rl.data.batching import Update
@@ -75,7 +76,7 @@ class Run:
     def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int):
         self.args, self.tokenizer, self.total_steps = args, tokenizer, total_steps
         started("flags and data")
-        self.ranks = init_ranks()
+        self.ranks = share_rows(init_ranks(), args)
         if self.ranks.size % (size := args.memory.fsdp_size or 1):
             raise ValueError(f"--fsdp-size {size} does not divide the {self.ranks.size} rank(s); choose a divisor")
         watchdog.start(args.checkpoints.stall_timeout)
@@ -153,7 +154,7 @@ class Run:
                 judge.load(self.ranks, budget_of(self.memory)[1], self.memory.fsdp_size)
             sampler.engine.policy_version = self.first_step  # with one push per step, that of an unbroken run
         self.saver.record["memory"] |= vars(self.memory)
-        policy.packed = replace(policy.packed, max_tokens=budget_of(self.memory)[1])
+        policy.packed = replace(policy.packed, max_tokens=budget_of(self.memory)[1] * self.ranks.sequence_size)
         for optimizer in filter(None, (x for _, x in trained.values())):
             optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step())
             if self.memory.optimizer_offload:

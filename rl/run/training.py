@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from extras.judges import model_to_score
 from extras.plan import Planned, budget_of, hardware, settle
+from extras.sequence_parallel import per_rank
 from rl.flags import check_limits, flat, spelled
 from rl.model.checks import check_model
 from rl.model.roles import CAUSAL_LM
@@ -30,14 +31,16 @@ class TrainingArgs(Planned):
 
     @property
     def units(self) -> dict[str, int]:
-        """Tokens of what a micro-batch never divides, by what it is. A micro-batch holds at least one of each."""
+        """Tokens of what a micro-batch never divides, by what it is. A micro-batch holds at least one of each. Ranks that
+        train on the same rows hold it together, each its share.
+        """
         unit = "one sequence of" if self.rows_per_unit == 1 else "one pair of 2 x"
         flags = " + ".join(map(spelled, self.length_flags))
         flags = f"({flags})" if " " in flags else flags
         units = {f"{unit} {flags}": self.rows_per_unit * self.longest}
         for group in vars(self).values():
             units |= getattr(group, "units", {})
-        return units
+        return per_rank(units, flat(self)["sequence_parallel_size"])
 
 
 def check(args: Any, *, scores: bool = False) -> PreTrainedTokenizerBase:

@@ -15,11 +15,11 @@ def gather_responses(own_samples: Sequence[Sample], rows: Sequence[dict], ranks:
     """The samples of all ranks, in rank order, with their scores and lengths. A rank has the tokens of its own samples.
 
     Tokens and texts stay where they are. `batching.make_batch` sends tokens to the rank that trains on them. Args:
-    rows, with the prompts of all ranks' samples. All data ranks must enter.
+    rows, with the prompts of all ranks' samples. All ranks must enter.
     """
     sources = {row["row_index"]: row.get("data_source", "") for row in rows}
     prompts = {row["row_index"]: np.asarray(row["prompt_ids"], np.int32) for row in rows}
-    me, own = ranks.data_rank, []
+    me, own = ranks.rank, []
     for number, s in enumerate(x.without_texts() for x in own_samples):
         # See `Sample.shared`. It is counted here, since other ranks do not have the tokens that it compares.
         shared, above = 0, own_samples[number - 1] if number else None

@@ -53,7 +53,7 @@ class Task(NamedTuple):
 
 @dataclass(eq=False)
 class Sampler:
-    """Samples, checks and scores the responses of each step, see the top of this file. All data ranks must make all
+    """Samples, checks and scores the responses of each step, see the top of this file. All ranks must make all
     calls.
 
     If the run was asked to stop, `end_phase` saves and exits instead of returning, so that nobody sees the incomplete

@@ -64,6 +64,7 @@ def check_engine(
         fresh = [replace(s, response_mask=sampled_by(version, s)) for s in samples]
         samples = [s for s in fresh if s.num_sampled]
     probe = list(samples[:: max(1, len(samples) // num_probe)])[:num_probe]  # spread over the prompts
+    probe = [s for part in ranks.of_same_rows(probe) for s in part]  # since these ranks compute together
     while sum(s.num_tokens for s in probe) > policy.packed.max_tokens:  # there is room for the longest one
         probe.pop()
     batch = collate(probe, width=max((s.num_tokens for s in probe), default=2))

@@ -2,8 +2,8 @@
 
 `main(Args(OUT))`, started by `launch.fork` as a script is, writes OUT/rank{rank}.pt.
 
-The processes work on the same step as 1, 2, 3 and 4 data ranks. As two they are two pairs, 0 and 2, and 1 and 3, which
-must not talk to each other: that is what ranks that share a sequence would be.
+The processes work on the same step as 1, 2, 3 and 4 ranks. As two they are two pairs, 0 and 2, and 1 and 3, which must
+not talk to each other. Then all four work on it once more, and two neighbors train on the same rows.
 """
 
 import pickle
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from helpers_data import scored, versions_of
 
 from extras.partial import waiting_groups
+from extras.sequence_parallel.groups import with_groups
 from extras.variants import RULES, TokenSelection, components_of, shuffled, token_selection
 from rl.data.batching import make_batch
 from rl.data.types import Outcome, Sample, Score
@@ -145,7 +146,7 @@ def entropies(batch, updates) -> torch.Tensor:
 
 def collectives(ranks: Ranks) -> dict:
     """Each collective by itself."""
-    me, size = ranks.data_rank, ranks.data_size
+    me, size = ranks.rank, ranks.size
     parcels = [bytes([me, to]) * (3 * me * to) for to in range(size)]  # from and to rank 0 there are empty ones
     received = ranks.send(parcels)
     third = torch.full((5,), 0.1)  # of which the last rank has none
@@ -188,17 +189,21 @@ class Args:
 
 
 def main(args: Args) -> None:
-    """Measure as one, two, three and four data ranks."""
+    """Measure as one, two, three and four ranks, and as four of which two neighbors have one data rank."""
     world = init_ranks()
     alone = [dist.new_group([i]) for i in range(4)][world.rank]
     pairs = [dist.new_group(group) for group in ([0, 2], [1, 3])][world.rank % 2]
     three = dist.new_group([0, 1, 2])
-    results = {
-        1: measure(replace(world, data_rank=0, data_size=1, data_group=alone)),
-        2: measure(replace(world, data_rank=world.rank // 2, data_size=2, data_group=pairs)),
-        4: measure(world),
-    }
+
+    def among(group: dist.ProcessGroup) -> Ranks:
+        place = dict(rank=dist.get_rank(group), size=dist.get_world_size(group))
+        return replace(
+            world, **place, **{f"data_{name}": x for name, x in place.items()}, group=group, data_group=group
+        )
+
+    results = {1: measure(among(alone)), 2: measure(among(pairs)), 4: measure(world)}
     if world.rank < 3:
-        results[3] = measure(replace(world, data_size=3, data_group=three))
+        results[3] = measure(among(three))
+    results["neighbors"] = measure(with_groups(world, 2))
     torch.save(results, args.out / f"rank{world.rank}.pt")
     shutdown_ranks()

@@ -22,7 +22,9 @@ SIZES = [1, 2, 3, 4]
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """Data ranks -> what exchange_ranks.py found on each; of the two pairs of two, the first."""
+    """Number of ranks -> what exchange_ranks.py found on each; of the two pairs of two, the first. There are also
+    those of four ranks, two of which train on the same rows: the first and the second of each pair.
+    """
     folder = tmp_path_factory.mktemp("exchange")
     run = launch.fork("tests.data.exchange_ranks", {"out": folder}, folder / "log", ranks=4)
     assert run.ends() == [0, 0, 0, 0], (folder / "log").read_text()
@@ -31,11 +33,21 @@ def measured(tmp_path_factory):
         assert alone[1]["responses"] == found[0][1]["responses"]
     for pair in (found[1][2], found[3][2]):  # the other pair
         assert pair["cuts"]["all"]["means"] == found[0][2]["cuts"]["all"]["means"]
-    return {1: [found[0][1]], 2: [found[0][2], found[2][2]], 3: [x[3] for x in found[:3]], 4: [x[4] for x in found]}
+    of_sizes = {1: [found[0][1]], 2: [found[0][2], found[2][2]], 3: [x[3] for x in found[:3]], 4: [x[4] for x in found]}
+    neighbors = [x["neighbors"] for x in found]
+    assert [x["slices"] for x in neighbors] == [x[4]["slices"] for x in found]  # each samples prompts of its own
+    assert [x["responses"] for x in neighbors] == [x[4]["responses"] for x in found]
+    return of_sizes | {"first of pairs": neighbors[::2], "second of pairs": neighbors[1::2]}
 
 
 @pytest.fixture(params=SIZES, ids=["1 rank", "2 ranks", "3 ranks", "4 ranks"])
 def ranks(request, measured):
+    return measured[request.param]
+
+
+@pytest.fixture(params=[*SIZES, "first of pairs", "second of pairs"], ids=str)
+def trainers(request, measured):
+    """What ranks found of which each trains on rows of its own."""
     return measured[request.param]
 
 
@@ -128,10 +140,10 @@ EVERY_CUT = [*step.CUTS, "few"]
 
 
 @pytest.mark.parametrize("name", EVERY_CUT)
-def test_every_rank_has_exactly_its_rows_of_the_whole_batch(ranks, name):
+def test_every_rank_has_exactly_its_rows_of_the_whole_batch(trainers, name):
     whole, mask = whole_batch(name)
     every = []
-    for here, rank in enumerate(ranks):
+    for here, rank in enumerate(trainers):
         own, updates = rank["cuts"][name]["batch"], rank["cuts"][name]["updates"]
         rows = own["rows"].tolist()
         assert rows == sorted(row for update in updates for row in update.rows_of_rank[here])
@@ -153,11 +165,12 @@ def test_every_rank_has_exactly_its_rows_of_the_whole_batch(ranks, name):
 
 
 @pytest.mark.parametrize("name", EVERY_CUT)
-def test_all_ranks_plan_the_same_updates(ranks, name):
+def test_all_ranks_plan_the_same_updates(trainers, measured, name):
     whole, mask = whole_batch(name)
     _, size, most, n, *seed = step.CUTS.get(name, (None, 3, 20, 1))
+    most *= 1 if any(trainers is measured[size] for size in SIZES) else 2  # or two hold a micro-batch together
     chosen, count = rows_of(name), len(rows_of(name))
-    for updates in zip(*(rank["cuts"][name]["updates"] for rank in ranks), strict=True):
+    for updates in zip(*(rank["cuts"][name]["updates"] for rank in trainers), strict=True):
         first = updates[0]
         assert all((u.rows, u.rows_of_rank) == (first.rows, first.rows_of_rank) for u in updates)
         assert {len(u.micro_batches) for u in updates} == {len(first.micro_batches)}
@@ -172,7 +185,7 @@ def test_all_ranks_plan_the_same_updates(ranks, name):
                     cost -= int(shared_prefix(whole)[i]) if above == i - 1 else common(*prompts)
                 assert cost <= most or len(micro) <= n
                 assert n == 1 or [i // n for i in micro[::n]] == [i // n for i in micro[n - 1 :: n]]
-    updates = ranks[0]["cuts"][name]["updates"]
+    updates = trainers[0]["cuts"][name]["updates"]
     if seed:
         assert [len(u.rows) for u in updates] == [6, 6, 6, 3] and sorted(i for u in updates for i in u.rows) == [
             *range(21)
@@ -180,9 +193,9 @@ def test_all_ranks_plan_the_same_updates(ranks, name):
         assert all(u.rows == sorted(u.rows) and max(u.rows) - min(u.rows) > size for u in updates)  # no neighbors
     else:
         assert [u.rows for u in updates] == [[*range(i, min(i + size, count))] for i in range(0, count, size)]
-    assert ranks[0]["cuts"][name]["scores"].isnan().tolist() == [k in step.UNSCORED for k in chosen]
-    assert ranks[0]["cuts"][name]["lengths"].tolist() == [SAMPLES[k].response_mask.sum() for k in chosen]
-    assert ranks[0]["cuts"][name]["whole_lengths"].tolist() == [step.LENGTHS[k] for k in chosen]
+    assert trainers[0]["cuts"][name]["scores"].isnan().tolist() == [k in step.UNSCORED for k in chosen]
+    assert trainers[0]["cuts"][name]["lengths"].tolist() == [SAMPLES[k].response_mask.sum() for k in chosen]
+    assert trainers[0]["cuts"][name]["whole_lengths"].tolist() == [step.LENGTHS[k] for k in chosen]
 
 
 def test_a_rank_may_be_without_rows(measured):
@@ -228,22 +241,22 @@ def test_units_that_a_mini_batch_would_cut_apart_are_refused():
 
 
 @pytest.mark.parametrize("name", EVERY_CUT)
-def test_the_largest_numbers_of_a_step_are_found_on_the_ranks_that_have_them(ranks, name):
+def test_the_largest_numbers_of_a_step_are_found_on_the_ranks_that_have_them(trainers, name):
     whole, mask = whole_batch(name)
     ranked = sorted((float(x) for x in whole.rollout_logp[mask > 0]), reverse=True)
     for i, k in enumerate((0, 1, 2, 7, 10**6)):
-        of_ranks = [x for rank in ranks for x in rank["cuts"][name]["largest"][i]]
+        of_ranks = [x for rank in trainers for x in rank["cuts"][name]["largest"][i]]
         assert sorted(of_ranks, reverse=True) == ranked[:k]
 
 
 @pytest.mark.parametrize("name", EVERY_CUT)
-def test_numbers_of_a_step_are_those_of_one_rank(ranks, name):
+def test_numbers_of_a_step_are_those_of_one_rank(trainers, name):
     whole, mask = whole_batch(name)
     logp = whole.rollout_logp
     tokens = [float(x) for x in logp[mask > 0]]
     mean = sum(tokens) / max(len(tokens), 1)
     var = sum((x - mean) ** 2 for x in tokens) / max(len(tokens) - 1, 1)
-    for rank in ranks:
+    for rank in trainers:
         found = rank["cuts"][name]
         assert found["all_rows"].tolist() == mask.sum(1).tolist()
         acc, style = found["parts"].tolist()
@@ -278,14 +291,14 @@ def k_largest(keys, k):
 
 
 @pytest.mark.parametrize("name", EVERY_CUT)
-def test_the_choice_among_the_tokens_of_all_ranks_is_that_of_a_plain_loop(ranks, name):
+def test_the_choice_among_the_tokens_of_all_ranks_is_that_of_a_plain_loop(trainers, name):
     whole, mask = whole_batch(name)
     B, T = mask.shape
     old, entropy = whole.rollout_logp.round().tolist(), (-2 * whole.rollout_logp).round().tolist()
     chance, advantage = token_selection.uniform(range(B), T, seed=7).tolist(), [i % 3 - 1.0 for i in range(B)]
     tokens = [(i, t) for i in range(B) for t in range(T) if mask[i, t]]
     expected = {"clip_cov": set(), "kl_cov": set()}
-    for update in ranks[0]["cuts"][name]["updates"]:
+    for update in trainers[0]["cuts"][name]["updates"]:
         own = [(i, t) for i, t in tokens if i in update.rows]
         mean_logp = sum(old[i][t] for i, t in own) / max(len(own), 1)
         mean_advantage = sum(advantage[i] for i, t in own) / max(len(own), 1)
@@ -297,7 +310,7 @@ def test_the_choice_among_the_tokens_of_all_ranks_is_that_of_a_plain_loop(ranks,
         expected["kl_cov"] |= k_largest(keys, max(1, int(0.15 * len(own))))
     uncertain = k_largest({(i, t): (entropy[i][t], chance[i][t]) for i, t in tokens}, int(0.3 * len(tokens)))
     found = {"clip_cov": set(), "kl_cov": set(), "uncertain": set()}
-    for rank in ranks:
+    for rank in trainers:
         here = rank["cuts"][name]
         rows = here["batch"]["rows"].tolist()
         assert here["nothing chosen"]

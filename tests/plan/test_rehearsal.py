@@ -311,8 +311,15 @@ def test_with_weights_on_the_host_the_large_micro_batch_is_tried_at_once(monkeyp
     seen.most = 99
     assert seen.rehearse((100, away), (60, away))[0] == 1 and [n for n, _ in seen.passes] == [100, 60]
     # The other one of two ranks would wait in the middle of a pass that does not fit.
-    seen.most, seen.ranks = 10**6, replace(seen.ranks, size=2)
+    seen.most, seen.ranks = 10**6, replace(seen.ranks, size=2, data_size=2)
     assert seen.rehearse((100, away), (60, away))[0] == 0 and [n for n, _ in seen.passes][2:] == [20, 20, 40, 100]
+
+
+def test_ranks_that_train_on_the_same_rows_try_a_micro_batch_together(monkeypatch, world):
+    """100 tokens of a rank are 200 of two."""
+    seen = Planned(monkeypatch, world, 10**6)
+    seen.ranks = replace(seen.ranks, size=2, data_size=1)
+    assert seen.rehearse((100, {}))[0] == 0 and [n for n, _ in seen.passes] == [200]
 
 
 def keep(seen, x):
