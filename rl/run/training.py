@@ -31,8 +31,8 @@ class TrainingArgs(Planned):
 
     @property
     def units(self) -> dict[str, int]:
-        """Tokens of what a micro-batch never divides, by what it is. A micro-batch holds at least one of each. Ranks that
-        train on the same rows hold it together, each its share.
+        """Tokens of what a micro-batch never divides, by what it is. A micro-batch holds at least one of each. Ranks
+        that train on the same rows hold it together, each of them a share.
         """
         unit = "one sequence of" if self.rows_per_unit == 1 else "one pair of 2 x"
         flags = " + ".join(map(spelled, self.length_flags))
