@@ -28,9 +28,9 @@ from launch import ROOT
 LIMITS = {
     "core": 2991,
     "wall": 1613,
-    "import train_grpo": 3943,
-    "import sft": 2420,
-    "import eval": 1295,
+    "import train_grpo": 3942,
+    "import sft": 2417,
+    "import eval": 1290,
     "eval.py": 107,
     "sft.py": 93,
     "train_async.py": 152,

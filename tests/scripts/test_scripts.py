@@ -1301,10 +1301,10 @@ BROKEN = {  # a change of a model's folder -> what is said of it
         lambda folder: (config_with(vocab_size=72)(folder), weights_with(lambda x: rows_of(x, 72))(folder)),
         "its tokenizer has 80 tokens, and its embedding 72 rows",
     ),
-    "another weight": (weights_with(lambda x: x.update(v_head=torch.ones(2))), "hold 1 weights that a Qwen2.*v_head"),
+    "another weight": (weights_with(lambda x: x.update(v_head=torch.ones(2))), "hold 1 weights that Qwen2.*v_head"),
     "eight bits": (
         weights_with(lambda x: x.update({name: y.to(torch.int8) for name, y in x.items()})),
-        "model.embed_tokens.weight is in torch.int8; give",
+        "model.embed_tokens.weight has 8 bits or fewer; give",
     ),
     "quantized": (config_with(quantization_config=dict(quant_method="gptq", bits=4)), "quantized .gptq.; give"),
     "missing shard": (in_shards(lambda shard, index: shard.unlink()), "no model can be loaded .*model-00002-of-"),
