@@ -133,9 +133,15 @@ BORROWED = [
     # transformers: loading and saving.
     Borrowed(
         "transformers.core_model_loading._materialize_copy",
-        "model/checks.py",
+        "model/load.py",
         "is replaced while weights stay in the precision of their files",
     ),
+    Borrowed(
+        "transformers.core_model_loading.set_param_for_module",
+        "model/load.py",
+        "is replaced while a rank keeps its rows of a weight",
+    ),
+    Borrowed("transformers.PreTrainedModel.get_parameter_or_buffer", "model/load.py", "tells weights from buffers"),
     Borrowed("transformers.pytorch_utils.Conv1D", "extras/plan/sizes.py", "tells the sizes of the layers of GPT-2"),
     Borrowed("transformers.core_model_loading.PrefixChange", "model/load.py", "renames the text part of a model"),
     Borrowed("transformers.core_model_loading.revert_weight_conversion", "model/load.py", "gives published names"),
@@ -147,7 +153,7 @@ BORROWED = [
     Borrowed("transformers.conversion_mapping.get_model_conversion_mapping", "model/load.py", "knows published names"),
     Borrowed(
         "transformers.PreTrainedModel:all_tied_weights_keys get_expanded_tied_weights_keys",
-        "model/load.py",
+        "model/checks.py",
         "tell the tied weights of a model",
     ),
     Borrowed("transformers.PreTrainedModel:_no_split_modules", "model/sharding.py", "names the layers of a model"),
