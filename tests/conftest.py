@@ -35,6 +35,8 @@ LONGEST = (
     "test_run_faults",
     "test_checkpoint_faults",
     "test_distributed",
+    "test_slices",
+    "test_sliced_runs",
     "test_ppo",
     "test_nodes",
     "test_rewards_runs",

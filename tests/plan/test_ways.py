@@ -370,6 +370,19 @@ def test_a_resumed_run_says_why_it_goes_another_way(folder_of, where, flags, the
         assert "\n".join(rest) == settle(args, [hardware(*where)]).text
 
 
+def test_a_long_sequence_that_is_too_much_for_a_gpu_is_divided(folder_of):
+    flags = dict(
+        model=folder_of("7B"), max_prompt_length=1000, max_response_length=255_001, tensor_model_parallel_size=4
+    )
+    long = build(train_grpo.Args, **flags)
+    assert load_of(long, hardware(79.2, ranks=8)).longest == 256_001
+    with pytest.raises(DoesNotFit, match="the run does not fit"):
+        settle(long, [hardware(79.2, ranks=8)])
+    sliced = build(train_grpo.Args, **flags, sequence_parallel_size=4)
+    assert load_of(sliced, hardware(79.2, ranks=8)).longest == 64_001  # 256,001 / 4 rounded up
+    assert settle(sliced, [hardware(79.2, ranks=8)]).memory.ppo_max_token_len_per_gpu == 64_001
+
+
 def test_a_resumed_run_with_a_reference_more_may_not_fit_any_more(folder_of):
     args = build(train_grpo.Args, model=folder_of("1.5B"))
     planned = choose(load_of(args, hardware(79.2)), args.memory, hardware(79.2))

@@ -4,12 +4,13 @@ import json
 import shutil
 from pathlib import Path
 
+import helpers_families as families
 import helpers_scripts as h
 import launch
 import pytest
 import torch
 from helpers_samplers import Pools
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from extras.samplers.protocol import TOKEN
 from rl.run import checkpoint_files as files
@@ -177,6 +178,22 @@ def test_ranks_score_by_a_reward_model_together(task, judge, tmp_path):
     assert all(abs(line[name]) > 1e-3 for line in metrics(folders[1]))
     assert scored(folders[1]) == scored(folders[2])
     assert_same_run(folders[2], folders[1], exact=("response_length/", "prompt_length/"))
+
+
+@pytest.mark.thorough
+def test_ranks_replay_the_experts_of_the_engine(task, tmp_path):
+    """The engine's experts go to the ranks that have the tokens, with the slices."""
+    AutoTokenizer.from_pretrained(task.model).save_pretrained(tmp_path / "experts")
+    experts = families.save("experts", tmp_path / "experts")
+    folders = run_at("train_grpo", task, tmp_path, 1, 2, 4, ranks=4, model=experts, router_replay=True)
+    for degree in (2, 4):
+        assert scored(folders[1]) == scored(folders[degree])
+        assert_same_run(folders[degree], folders[1], without=("router/",))
+        for line, other in zip(metrics(folders[degree]), metrics(folders[1]), strict=True):
+            of_experts = {name: x for name, x in line.items() if name.startswith("router/")}
+            # Up to three tokens of padding count, of about 150 in the check of the engine.
+            assert of_experts == pytest.approx({name: other[name] for name in of_experts}, rel=0.05, abs=0.05)
+            assert "router/changed_frac" in of_experts
 
 
 @pytest.mark.thorough
