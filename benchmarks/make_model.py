@@ -33,15 +33,17 @@ SHAPES = {  # Qwen2.5: hidden, layers, heads, kv heads, intermediate, tied
     "7B": (3584, 28, 28, 4, 18944, False),
     "14B": (5120, 48, 40, 8, 13824, False),
     "32B": (5120, 64, 40, 8, 27648, False),
+    "72B": (8192, 80, 64, 8, 29568, False),
 }
 QWEN3 = {  # hidden, layers, heads, kv heads, intermediate (of an expert), experts, and how many of them a token gets
     "30B-A3B": (2048, 48, 32, 4, 768, 128, 8),
+    "235B-A22B": (4096, 94, 64, 4, 1536, 128, 8),
     "3B-dense": (2048, 48, 32, 4, 8 * 768, 0, 0),  # has as many active parameters
 }
 HYBRIDS = {  # Qwen3.5: hidden, layers, heads, kv heads, intermediate, and key and value heads of gated delta nets
     "4B-hybrid": (2560, 32, 16, 4, 9216, 16, 32),
 }
-Shape = Literal["0.5B", "1.5B", "7B", "14B", "32B", "30B-A3B", "3B-dense", "4B-hybrid"]
+Shape = Literal["0.5B", "1.5B", "7B", "14B", "32B", "72B", "30B-A3B", "235B-A22B", "3B-dense", "4B-hybrid"]
 
 
 @dataclass(frozen=True)

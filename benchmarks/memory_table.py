@@ -2,13 +2,22 @@
 
     python benchmarks/memory_table.py
     python benchmarks/memory_table.py --gpus 8 --gpu-memory-utilization 0.8
+    python benchmarks/memory_table.py --long      # long sequences and large models on H100s, as --plan sees them
 
 Nothing is measured: this is what a run of train_grpo.py with its defaults would choose, given enough host memory. For
 another script or another model ask it with --plan.
+
+With --long, each cell has the tokens per second and GPU that --plan expects, for sequences of that many tokens, of
+which 1,024 are the prompt. Of all --sequence-parallel-size and --tensor-model-parallel-size of up to 16, the table
+takes those that leave the most on the GPU, then the smallest. "xN" is a sequence parallel size of N, "moments" and
+"all" are what is in host memory, and "no" means that nothing fits.
 """
 
+import contextlib
+import itertools
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +28,7 @@ import train_grpo  # noqa: E402
 from benchmarks.make_model import config_of  # noqa: E402
 from extras.plan import Hardware, cards  # noqa: E402
 from extras.plan.memory import GIB  # noqa: E402
+from extras.plan.report import plan_of  # noqa: E402
 from extras.plan.ways import Choice, DoesNotFit, choose, load_of  # noqa: E402
 from rl.flags import AtLeast1, PositiveShare, build, check_limits  # noqa: E402
 
@@ -26,6 +36,10 @@ CARDS = ("24gb", "48gb", "80gb", "141gb")
 SHOWN = ("0.5B", "1.5B", "7B", "14B", "32B", "30B-A3B")
 TRAINED = {"all weights": 0, "`--lora-rank 32`": 32}
 ENOUGH = 2**50  # bytes of host memory
+LONG = ("7B", "32B", "72B", "30B-A3B", "235B-A22B")
+LENGTHS = (8 * 1024, 32 * 1024, 128 * 1024)  # tokens of a sequence
+PROMPT = 1024  # of these
+SPREAD = (1, 2, 4, 8, 16)  # ranks that share a sequence or an engine
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,7 @@ class Args:
     gpu_memory_utilization: PositiveShare = 0.5  # This is as in train_grpo.py.
     max_prompt_length: AtLeast1 = 512  # A prompt has at most this many tokens.
     max_response_length: AtLeast1 = 1024  # A response has at most this many tokens.
+    long: bool = False  # Print the table of long sequences, for which the other flags mean nothing.
 
 
 def tables(args: Args) -> str:
@@ -82,5 +97,41 @@ def cell(x: Choice | None) -> str:
     return ", ".join(words)
 
 
+def long_table(shapes: Sequence[str] = LONG, counts: Sequence[int] = (8, 16, 32, 64)) -> str:
+    """The table of long sequences in Markdown, see above."""
+    columns = [f"{length // 1024}k, {trained}" for trained in TRAINED for length in LENGTHS]
+    lines = [f"| model | H100s | {' | '.join(columns)} |", f"|---|---|{'---|' * len(columns)}"]
+    for shape in shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            config_of(shape, max_position_embeddings=2 * max(LENGTHS)).save_pretrained(folder)
+            for gpus in counts:
+                cells = [long_cell(folder, gpus, length, rank) for rank in TRAINED.values() for length in LENGTHS]
+                lines.append(f"| {shape} | {gpus} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def long_cell(model: str, gpus: int, length: int, rank: int) -> str:
+    """What --plan expects of the best way to train on sequences of a length, in few words."""
+    plans = {}
+    lengths = dict(max_prompt_length=PROMPT, max_response_length=length - PROMPT)
+    for size, shared_by in itertools.product(SPREAD, SPREAD):
+        with contextlib.suppress(ValueError):  # it does not fit, or does not divide something
+            flags = build(train_grpo.Args, model=model, lora_rank=rank, tensor_model_parallel_size=shared_by,
+                          sequence_parallel_size=size, **lengths)  # fmt: skip
+            plan = plan_of(flags, cards.named(f"h100x{gpus}"))
+            way = plan.choice.way
+            plans[way.param_offload, way.optimizer_offload, size, shared_by] = plan
+            if not (way.param_offload or way.optimizer_offload):
+                break
+    if not plans:
+        return "no"
+    best = min(plans)
+    words = [f"{plans[best].step.tokens / plans[best].step.seconds / gpus:,.0f}"]
+    words += [f"x{best[2]}"] if best[2] > 1 else []
+    words += ["all"] if best[0] else ["moments"] if best[1] else []
+    return " ".join(words)
+
+
 if __name__ == "__main__":
-    print(tables(tyro.cli(Args, description=__doc__)))
+    args = tyro.cli(Args, description=__doc__)
+    print(long_table() if args.long else tables(args))

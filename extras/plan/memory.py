@@ -96,6 +96,7 @@ class Load:
     saves: bool = True
     compiles: bool = True
     scores: tuple[Sizes, ...] = ()  # reward models, which are on the host unless they score
+    sliced: int = 1  # --sequence-parallel-size
 
 
 class Way(NamedTuple):
@@ -195,7 +196,7 @@ def pass_bytes(model: Model, load: Load, way: Way, *, learns: bool) -> float:
     of_logits, of_layer = (10, 4) if load.compiles else (18, 8)  # bytes
     logits = of_logits * s.vocabulary * min(tokens, HEAD_CHUNK) if s.head else 0
     if not learns:
-        return gathered + max(2 * tokens * per_layer, logits)
+        return gathered + max(tokens * (2 * per_layer + exchanged_bytes(s, load.sliced)), logits)
     per_token = {
         "full": 2 * s.hidden * count,
         "selective": 2 * (s.hidden * count + results),
@@ -203,11 +204,19 @@ def pass_bytes(model: Model, load: Load, way: Way, *, learns: bool) -> float:
     }[way.checkpointing]
     if way.checkpointing == "none" and s.head:
         per_token += (2 if load.compiles else 8) * s.vocabulary
+    per_token += exchanged_bytes(s, load.sliced)
     parts = 6 + 4 / n
     in_layer, in_root = (a / count, 0) if a else (layer.parameters, s.root)
     summed = 0.0 if alone else parts * in_layer + 2 * min(s.head, in_root)
     at_the_end = 0.0 if alone else parts * max(in_root, in_layer)
     return gathered + max(tokens * per_token + max(of_layer * tokens * per_layer + summed, logits), at_the_end)
+
+
+def exchanged_bytes(s: Sizes, size: int) -> float:
+    """Bytes per token of the copies of a layer's queries, keys and values, 16 bits each, that ranks which have slices
+    of the same rows exchange. Each rank sends and gets as much.
+    """
+    return 0.0 if size == 1 else 2 * 2 * max(queries + keys for queries, keys in s.exchanged(size))
 
 
 def host_bytes(load: Load, way: Way) -> float:

@@ -1,10 +1,12 @@
 """What --plan prints: the memory, the seconds and the cost of a run on a machine."""
 
+import contextlib
 import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from extras import sequence_parallel
 from extras.plan import Hardware, PlanFlags, budget_of, compiling_pays, seconds
 from extras.plan.cards import GIB, PER_HOST, Machine, named
 from extras.plan.memory import Model, engine_bytes
@@ -37,6 +39,7 @@ def trainers_of(args: Any, machine: Machine) -> int:
     if (size := v["fsdp_size"]) is not None and (size < 1 or ranks % size):
         raise ValueError(f"--fsdp-size {size} does not divide the {ranks} GPUs that train; choose a divisor")
     check_heads(args.model, shared_by)
+    sequence_parallel.check(args, ranks)
     return ranks
 
 
@@ -130,8 +133,18 @@ def report(args: Any, flags: PlanFlags) -> tuple[list[str], list[str]]:
         try:
             plans.append(text_of(plan_of(args, machine, flags.plan_response_length), args))
         except DoesNotFit as error:
-            refused.append(f"{args.model} on {machine}: {error}")
+            refused.append(f"{args.model} on {machine}: {error}{_if_sliced(args, machine)}")
     return plans, refused
+
+
+def _if_sliced(args: Any, machine: Machine) -> str:
+    """What --sequence-parallel-size makes a run fit that does not fit without it, as the end of a sentence."""
+    if args.memory.sequence_parallel_size == 1:
+        for size in (2, 4, 8, 16):
+            with contextlib.suppress(ValueError):  # it does not fit either, or the model cannot be sliced so
+                plan_of(change(args, sequence_parallel_size=size), machine)
+                return f"; or give --sequence-parallel-size {size}, with which it fits"
+    return ""
 
 
 def print_and_exit(args: Any, flags: PlanFlags) -> NoReturn:

@@ -156,7 +156,18 @@ def pass_s(model: Model, load: Load, way: Way, card: Card, work: Pass, *, learns
         over = (card.link_gb_s if shards <= load.local else card.network_gb_s) * 1e9 * LINK
         exposed = work.micro_batches * (gathers + summed) * (shards - 1) / shards / over
         sent += max((1 - HIDDEN_BEHIND) * exposed, exposed - compute)
+    if load.sliced > 1:
+        over = (card.link_gb_s if load.sliced <= load.local else card.network_gb_s) * 1e9 * LINK
+        times = 1 if not learns else 2 if way.checkpointing == "none" else 3
+        sent += times * work.tokens * exchanged_in_pass(sizes, load.sliced) / over
     return compute + sent
+
+
+def exchanged_in_pass(sizes: Sizes, size: int) -> float:
+    """Bytes per token that a rank sends in a forward pass to the others that have slices of the same rows: queries,
+    keys, values, and what attention gives, 16 bits each, of all layers.
+    """
+    return 2 * (size - 1) / size * sum(2 * queries + keys for queries, keys in sizes.exchanged(size))
 
 
 def _weights_moved(model: Model, shards: int, *, learns: bool) -> float:

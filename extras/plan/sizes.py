@@ -98,6 +98,12 @@ class Sizes:
         """Entries of keys and values that an engine keeps of a sequence of this many tokens."""
         return sum(x.cache * min(length, x.window) for x in self.layers)
 
+    def exchanged(self, size: int) -> list[tuple[int, float]]:
+        """Of each layer with keys and values: the widths of its queries, and of its keys and values, which are repeated
+        until there is one head for each of `size` ranks that divide the heads. See extras/sequence_parallel.
+        """
+        return [(x.attention, x.cache * max(1, size / max(1, self.key_heads))) for x in self.layers if x.cache]
+
     def attended(self, tokens: float, squares: float) -> float:
         """Width of attention times the squared lengths of sequences with this many tokens. A window makes it less."""
         return sum(x.attention * min(squares, 2 * x.window * tokens) for x in self.layers if x.cache)

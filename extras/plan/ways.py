@@ -45,6 +45,7 @@ def load_of(args: Any, hardware: Hardware) -> Load:
         saves=v["save_freq"] != 0,
         compiles=v["compile"] is not False,
         scores=(judge.sizes,) if judge else (),
+        sliced=v["sequence_parallel_size"],
     )
 
 

@@ -20,6 +20,14 @@ def share_rows(ranks: Any, args: Any) -> Any:
     return groups.share_rows(ranks, args)
 
 
+def check(args: Any, num_ranks: int) -> None:
+    """Raise ValueError as `share_rows` does, for this many ranks, from the configs alone."""
+    if args.memory.sequence_parallel_size > 1:
+        from extras.sequence_parallel import groups
+
+        groups.check(args, num_ranks)
+
+
 def slice_tokens(model: Any, ranks: Any) -> None:
     """Let a sharded model run on slices of its packed rows from now on, if several ranks train on the same rows."""
     if ranks.sequence_size > 1:

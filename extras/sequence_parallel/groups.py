@@ -18,9 +18,15 @@ MODELS = ("model", "critic_model", "prm_model", "teacher_model", "reward_model")
 
 def share_rows(ranks: Ranks, args: Any) -> Ranks:
     """See `extras.sequence_parallel.share_rows`."""
+    check(args, ranks.size)
+    return with_groups(ranks, args.memory.sequence_parallel_size)
+
+
+def check(args: Any, num_ranks: int) -> None:
+    """See `extras.sequence_parallel.check`."""
     size, flags = args.memory.sequence_parallel_size, flat(args)
-    if ranks.size % size:
-        raise ValueError(f"--sequence-parallel-size {size} does not divide the {ranks.size} rank(s); choose a divisor")
+    if num_ranks % size:
+        raise ValueError(f"--sequence-parallel-size {size} does not divide the {num_ranks} rank(s); choose a divisor")
     if coef := flags["router_aux_loss_coef"]:
         problem = f"--router-aux-loss-coef {coef} needs all tokens of a row on one rank"
         raise ValueError(f"{problem}, and --sequence-parallel-size {size} divides them; leave one of them out")
@@ -28,7 +34,6 @@ def share_rows(ranks: Ranks, args: Any) -> Ranks:
         is_behind_server = name == "teacher_model" and flags.get("teacher_url")
         if (path := flags.get(name)) and not is_behind_server:
             check_model(path, size, flag=spelled(name))
-    return with_groups(ranks, size)
 
 
 def with_groups(ranks: Ranks, size: int) -> Ranks:
