@@ -19,7 +19,7 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 from extras.sequence_parallel import slice_tokens
 from rl.console import started
 from rl.model.attention import choose_attention, use_attention
-from rl.model.checks import read_config, read_model
+from rl.model.checks import digest_of_files, read_config, read_model
 from rl.model.logprobs import add_packed_forward
 from rl.model.roles import ALL_WEIGHTS, CAUSAL_LM, CausalLM, Learning
 from rl.model.self_test import choose_forward
@@ -127,12 +127,14 @@ def load_pretrained(
     of this rank, so they need no memory. If they have to be cast or put together from several, which needs memory, only
     a rank's rows of one that `shards` ranks share are there.
 
-    Raises ValueError on all ranks as `read_model` or `CausalLM.check`, or if weights that the config ties differ in the
-    files.
+    Raises ValueError on all ranks as `read_model` or `CausalLM.check`, or if the ranks read other files than each
+    other.
     """
     kind.check(read_config(path, flag=flag), f"{flag} {path}")
     keep = functools.partial(rows_of_rank, rank=ranks.rank, size=shards) if shards > 1 else None
     model, new = read_model(path, kind, flag=flag, reading=_reading(dtype, keep), dtype=dtype or torch.float32)
+    if len({*ranks.all_gather([digest_of_files(path)])}) > 1:
+        raise ValueError(f"{flag} {path}: its files differ between machines; give all of them the same ones")
     started(f"{flag} read")
     name_weights(model, path)
     use_attention(model, choose_attention(ranks.device, ranks.dtype))

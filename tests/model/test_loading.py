@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from extras.lora import adapters
 from rl.model import load as models
-from rl.model.checks import check_model
+from rl.model.checks import check_model, digest_of_files
 from rl.model.sharding import rows_of_rank
 
 RANKS = 4
@@ -100,6 +100,25 @@ def test_every_rank_holds_its_rows_of_the_files(folders, loaded, way):
             assert whole[name].dtype == rows[name].dtype == dtype
             assert torch.equal(whole[name], x.to(dtype)), name
             assert torch.equal(rows[name], rows_of_rank(x.to(dtype), rank, size)), name
+
+
+def test_machines_with_other_files_under_one_path_are_refused(folders, loaded):
+    """Each rank would read its rows of another model. The last of the four ranks has read other files."""
+    fix = "its files differ between machines; give all of them the same ones"
+    expected = [f"--model {folders[rank == RANKS - 1]}: {fix}" for rank in range(RANKS)]
+    assert [found["refused"] for found in loaded] == expected
+
+
+def test_a_digest_of_files_sees_any_of_them_and_their_sizes(tmp_path):
+    contents = [bytes(10), bytes(9), b"1" + bytes(9), bytes(9) + b"1", bytes(500_000), bytes(499_000) + b"1" * 1000]
+    digests = set()
+    (tmp_path / "config.json").write_text("{}")
+    for content in contents:
+        (tmp_path / "model.safetensors").write_bytes(content)
+        digests.add(digest_of_files(str(tmp_path)))
+    (tmp_path / "model-2.safetensors").write_bytes(contents[-1])
+    digests.add(digest_of_files(str(tmp_path)))
+    assert len(digests) == len(contents) + 1
 
 
 def test_rank_0_hashes_all_of_what_stands_beside_adapters(folders, loaded, world):

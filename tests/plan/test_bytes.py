@@ -60,6 +60,17 @@ def test_logits_exist_for_2048_tokens():
     assert two - one == 4096 * 2 * 20 and one == 2 * P + 4096 * 40 + 10 * 10**6 * 2048
 
 
+def test_slices_of_a_row_exchange_copies_of_a_layer():
+    # 10 queries and 4 keys and values of two heads, or of four, since each of four ranks needs one: sent and received.
+    for size, entries in ((2, 10 + 4), (4, 10 + 8)):
+        sliced, way = replace(ONE, sliced=size), Way("full", 7)
+        more = [
+            pass_bytes(x.models[0], sliced, way, learns=learns) - pass_bytes(x.models[0], ONE, way, learns=learns)
+            for x, learns in ((ONE, True), (ONE, False))
+        ]
+        assert more == [7 * 2 * 2 * entries] * 2
+
+
 def test_without_compilation_a_layer_and_the_logits_take_more():
     plain = replace(ONE, compiles=False)
     assert pass_bytes(plain.models[0], plain, Way("full", 1000), learns=True) == 2 * P + 1000 * 40 + 8 * 1000 * 74

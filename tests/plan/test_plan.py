@@ -277,6 +277,17 @@ def test_a_cache_that_is_too_small_for_all_sequences_takes_turns(model):
     assert small > 1.2 * large
 
 
+def test_a_run_that_slices_make_fit_is_told_so(model, capsys):
+    long = dict(max_prompt_length=1000, max_response_length=31000)
+    code, _ = planned(args_of(TRAINING["grpo"], model, **long), capsys, "8gbx2")
+    assert code.endswith("or lower the longest sequence; or give --sequence-parallel-size 2, with which it fits")
+    assert planned(args_of(TRAINING["grpo"], model, **long, sequence_parallel_size=2), capsys, "8gbx2")[0] is None
+    code, _ = planned(args_of(TRAINING["grpo"], model, **long), capsys, "6gbx2")
+    assert "--sequence-parallel-size" not in code
+    code, _ = planned(args_of(TRAINING["grpo"], model, sequence_parallel_size=4), capsys, "h100x4")
+    assert "4 does not divide its 14 attention heads" in code
+
+
 def test_partial_rollouts_and_staleness_make_a_step_shorter(model):
     ragged = dict(max_response_length=4096, train_batch_size=16)
     alone, ahead = (

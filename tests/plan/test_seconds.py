@@ -226,6 +226,19 @@ def test_communication_hides_behind_computation_but_for_a_part():
     assert apart == pytest.approx(alone + max(5 * sent, 10 * sent - alone))
 
 
+@pytest.mark.parametrize(("way", "learns", "times"), [(PLAIN, False, 1), (PLAIN, True, 2), (FULL, True, 3)])
+def test_ranks_with_slices_of_the_same_rows_exchange_around_the_attention(way, learns, times):
+    # Ten layers with 1,000 queries and 1,000 keys and values of one head, of which each of four ranks needs a copy. A
+    # pass sends three quarters of these, and of what attention gives, in 16 bits, at 2.5e10 bytes per second. A
+    # backward pass does so again, and so does what it computes again.
+    sent = times * 1000 * 10 * (1000 + 4 * 1000 + 1000) * 2 * 0.75
+    alone, together = (took(SMALL, WORK, way, gpus=4, learns=learns, sliced=size) for size in (1, 4))
+    assert together - alone == pytest.approx(sent / 2.5e10)
+    apart = pass_s(Model(SMALL), replace(load(4, sliced=4), local=2), way, CARD, WORK, learns=learns)
+    base = pass_s(Model(SMALL), replace(load(4), local=2), way, CARD, WORK, learns=learns)
+    assert apart - base == pytest.approx(sent / 2.5e9)  # over the network
+
+
 def test_weights_on_the_host_cross_the_bus_in_every_micro_batch():
     alone = took(SMALL, WORK)
     away = took(SMALL, WORK, PLAIN._replace(param_offload=True))

@@ -61,6 +61,7 @@ ALLOWANCES: list[tuple[str, int, str]] = [
     # Models and their folders.
     ("core", 108, "A folder that is not a whole model is refused before loading, with flag, path and reason."),
     ("core", 16, "The check of the engine has no pass of more tokens than a micro-batch."),
+    ("core", 11, "Ranks whose machines have other files of a model under its path are refused."),
     # Engines and pushes of weights.
     # Rewards and judges.
     # Flags.

@@ -38,6 +38,10 @@ def main(in_float32: str, in_bfloat16: str, out: str) -> None:
         rows = {key: own_part(x.detach()).clone() for key, x in model.named_parameters()}
         sha256 = [x.base_sha256 for x in model.packed.families if hasattr(x, "base_sha256")]
         results[name] = {key: x.clone() for key, x in full_tensors(model)}, rows, sha256
+    try:
+        load_model(in_float32 if ranks.rank < 3 else in_bfloat16, ranks, None, longest=64)
+    except ValueError as error:
+        results["refused"] = str(error)
     torch.save(results, Path(out) / f"rank{ranks.rank}.pt")
     shutdown_ranks()
 
