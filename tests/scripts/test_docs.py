@@ -34,7 +34,7 @@ LOGGED = [*ALGORITHMS, "train_grpo_variants", "train_async"]
 PAGE_OF = {script: f"{script}.md" for script in LOGGED} | {"train_grpo_variants": "variants.md"}
 SCRIPT_OF = {page.removesuffix(".md"): script for script, page in PAGE_OF.items()}
 DATA = [f"data/{path.stem}" for path in sorted((ROOT / "data").glob("*.py")) if path.stem != "files"]
-OTHERS = {"--kill-on-bad-exit", "--requeue", "--signal", "--fix"}  # of Slurm and ruff
+OTHERS = {"--kill-on-bad-exit", "--requeue", "--signal", "--fix", "--long"}  # of Slurm, ruff and memory_table.py
 ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
 
 # Right or wrong by parity, with parts, so that an untrained model earns both and every kind of metric is logged.
