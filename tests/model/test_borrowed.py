@@ -141,6 +141,11 @@ BORROWED = [
         "model/load.py",
         "is replaced while a rank keeps its rows of a weight",
     ),
+    Borrowed(
+        "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS",
+        "extras/sequence_parallel/slices.py",
+        "has the attention function of a model, around which slices are exchanged",
+    ),
     Borrowed("transformers.PreTrainedModel.get_parameter_or_buffer", "model/load.py", "tells weights from buffers"),
     Borrowed("transformers.pytorch_utils.Conv1D", "extras/plan/sizes.py", "tells the sizes of the layers of GPT-2"),
     Borrowed("transformers.core_model_loading.PrefixChange", "model/load.py", "renames the text part of a model"),
