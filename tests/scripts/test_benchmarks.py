@@ -548,6 +548,16 @@ def test_runs_that_finish_fail_and_hang(tmp_path):
     assert learning.result(jobs[0]._replace(command="another")) is None  # to be run again
 
 
+def test_a_run_ends_without_an_error_once_its_result_is_known(tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
+    job = learning.Job("hang", 0, f"{tmp_path}/worker.py {tmp_path / 'hang'} hang", tmp_path / "hang")
+    assert not leaderboard.has_result(job, 0.25)  # it has written nothing yet
+    learning.run_all([job], 1, timeout=300.0, has_ended=lambda job: leaderboard.has_result(job, 0.25))
+    x = learning.result(job)
+    assert x["error"] is None and x["accuracy"] == [0.25, 0.5] and x["seconds"] < 300
+    assert not leaderboard.has_result(job, 0.3)  # only the second of its evaluations has reached that
+
+
 def test_learning_benchmark_refuses_unknown_runs():
     with pytest.raises(ValueError, match="--only gropo: unknown; choose from grpo, dr_grpo"):
         learning.main(learning.Args(only=("gropo", "grpo")))
