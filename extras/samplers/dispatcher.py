@@ -1,7 +1,7 @@
 """Hands prompts out to samplers and takes their groups in: a thread of rank 0, which works while others train.
 
-It holds `lock` for bookkeeping, never to wait. ledger.py knows which prompt is where, and how old tokens may be.
-protocol.py has what is said, and sampler.py is the other side.
+It holds `lock` for bookkeeping, never to wait or to read files. ledger.py knows which prompt is where, and how old
+tokens may be. protocol.py has what is said, and sampler.py is the other side.
 """
 
 import json
@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from extras import images
 from extras.samplers import SILENT_S, SamplerFlags, protocol
 from extras.samplers.ledger import assign
 from extras.samplers.local import LocalSamplers, devices_of
@@ -44,6 +45,7 @@ class Member:
     version: int = -1  # of its weights
     probe: tuple[int, list[Sample]] = (-1, [])  # version and samples of `protocol.Probe`
     holding: set[int] = field(default_factory=set)  # leases that it knew when it last said something
+    images: set[int] = field(default_factory=set)  # numbers of the images that it has, those of earlier leases too
 
 
 Groups = dict[int, list[Sample]]  # by number
@@ -74,6 +76,8 @@ class Dispatcher:
         self.busy_s, self.total_s = 0.0, 0.0  # of all samplers, also of those that are gone
         self.give_up_at = time.monotonic() + START_S  # the run ends then if there is no sampler
         self.lock, self.closing = threading.Condition(), False
+        self.listened_at = time.monotonic()  # when the thread last took messages
+        self.orders: list[tuple[str, protocol.Orders]] = []  # that the thread sends when it has released the lock
         self.failure: Exception | None = None
         self.encoder, self.decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(protocol.ToRun)
         self.token = os.environ.get(protocol.TOKEN) or secrets.token_hex(16)
@@ -86,9 +90,8 @@ class Dispatcher:
         self.thread = threading.Thread(target=self._serve, name="samplers", daemon=True)
 
     def heard(self) -> dict[str, Member]:
-        """The samplers that have lately said something. Others may be dead."""
-        now = time.monotonic()
-        return {identity: member for identity, member in self.members.items() if now - member.seen_at < SILENT_S}
+        """The samplers that had lately said something when the thread last listened. Others may be dead."""
+        return {name: member for name, member in self.members.items() if self.listened_at - member.seen_at < SILENT_S}
 
     def close(self) -> None:
         """Send the samplers home, and end those of this machine."""
@@ -97,23 +100,29 @@ class Dispatcher:
 
     def _serve(self) -> None:
         try:
-            last = time.monotonic()
+            self.listened_at = time.monotonic()
             while not self.closing:
                 messages = []
                 while self.socket.poll(0 if messages else POLL_MS):
                     messages.append(self.socket.recv_multipart(copy=False))
                 with self.lock:
                     now = time.monotonic()
-                    if (gap := now - last) > SILENT_S:  # this process was suspended: its samplers are not late
+                    # If this process was suspended, or a disk was slow, the samplers are not late.
+                    if (gap := now - self.listened_at) > SILENT_S:
                         self.give_up_at += gap
                         for member in self.members.values():
                             member.seen_at += gap
-                    last = now
+                    self.listened_at = now
                     for identity, *frames in messages:
                         self._hear(identity.bytes.hex(), frames)
                     self._look_after()
                     self._assign()
+                    orders, self.orders = self.orders, []
                     self.lock.notify_all()
+                for identity, order in orders:
+                    for lease in order.leases:
+                        lease.images = images.of_process().encoded(lease.images) if lease.images else {}
+                    self._send(identity, order)
         except Exception as error:  # the main thread lets the run save and end
             self.failure = error
         for identity in self.members:
@@ -208,22 +217,27 @@ class Dispatcher:
             self._order(identity)
 
     def _order(self, identity: str) -> None:
-        """Send a sampler the leases that it does not know, what to begin and what to forget, and newer weights."""
+        """Note what to send to a sampler: leases that it does not know, what to begin and to forget, newer weights."""
         member, held = self.members[identity], self.prompts.held_by(identity)
         begin = [number for leases in self.prompts.both for number in leases.confirmed.intersection(held)]
         newer = self.weights if self.weights and self.weights["version"] > member.version else None
         if newer is not None and self.outbox is not None:
             newer = self.outbox.offer(identity, newer)
-        new = [self._lease(number) for number in held if number not in member.holding]
+        for number in member.holding.intersection(held):
+            member.images.update(self.prompts.row(number).get("images") or ())
+        new = [self._lease(number, member) for number in held if number not in member.holding]
         forget = sorted(member.holding.difference(held))
-        self._send(identity, protocol.Orders(new, begin, forget, newer))
+        self.orders.append((identity, protocol.Orders(new, begin, forget, newer)))
 
-    def _lease(self, number: int) -> protocol.Lease:
-        """The prompt of a number as a sampler gets it."""
-        row = protocol.row_of(self.prompts.row(number), whole=self.sends_whole_rows)
-        text, seed = json.dumps(row, default=str), derive_seed(self.setup.seed, number)  # str: such as dates
-        of_row, version = protocol.images_of([self.prompts.row(number)]), self.prompts.ledger.version
-        return protocol.Lease(number, text, self.prompts.sampling(number), seed, version, of_row)
+    def _lease(self, number: int, member: Member) -> protocol.Lease:
+        """The prompt of a number as a sampler gets it, with the numbers of the images that it does not have. What their
+        files hold is read when the lease is sent.
+        """
+        row = self.prompts.row(number)
+        unknown = dict.fromkeys(set(row.get("images") or ()) - member.images, b"")
+        text = json.dumps(protocol.row_of(row, whole=self.sends_whole_rows), default=str)  # str: such as dates
+        seed, version = derive_seed(self.setup.seed, number), self.prompts.ledger.version
+        return protocol.Lease(number, text, self.prompts.sampling(number), seed, version, unknown)
 
     def _assign(self) -> None:
         """Lease what waits to samplers."""

@@ -26,7 +26,7 @@ from extras.partial import sample_of
 from extras.samplers import SamplerFlags, Work
 from extras.samplers.dispatcher import Dispatcher
 from extras.samplers.prompts import Group, Prompts
-from extras.samplers.protocol import OfImages, Setup, images_of, row_of
+from extras.samplers.protocol import OfImages, Setup, row_of
 from extras.samplers.weight_files import WeightWriter
 from rl import console, stop
 from rl.console import say
@@ -53,8 +53,8 @@ def setup_of(work: Work) -> Setup:
     """What a sampler has to know of a run."""
     rendering, sampling, probes, of_images = rendering_of(work.tokenizer), work.sampling, work.rows[:NUM_PROBES], None
     if images.in_use():
-        known = images.of_process()
-        of_images = OfImages(len(known.known), known.most_in_row, images_of(probes))
+        known, numbers = images.of_process(), [k for row in probes for k in row.get("images") or ()]
+        of_images = OfImages(len(known.known), known.most_in_row, known.encoded(numbers))
     return Setup(
         model=work.tokenizer.name_or_path,
         template={"arguments": rendering.arguments, "day": rendering.day},

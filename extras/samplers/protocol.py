@@ -11,7 +11,6 @@ without it no connection comes about.
 import hashlib
 import secrets
 import socket as sockets
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,7 +18,7 @@ import numpy as np
 import zmq
 from zmq.utils import z85
 
-from extras import agents, images
+from extras import agents
 from rl.data.rows import Row
 from rl.data.types import Sample, Sampling, unknown
 from rl.sampling.engines.flags import EngineFlags
@@ -75,7 +74,7 @@ class Lease(msgspec.Struct):
     sampling: Sampling
     seed: int
     version: int  # weights must be at least this new
-    images: dict[int, bytes] = {}  # what the files of the row's images hold, by number
+    images: dict[int, bytes] = {}  # what the files of those images hold that the sampler does not have, by number
 
 
 class PackedSample(msgspec.Struct, array_like=True):
@@ -197,12 +196,6 @@ def unpack(packed: PackedSample, row: Row, sampling: Sampling, vocabulary: int, 
 def row_of(row: Row, *, whole: bool) -> dict[str, Any]:
     """What a sampler has to know of a row: all of it, if environments answer the policy."""
     return row if whole else {name: row[name] for name in ("prompt_ids", "row_index")}
-
-
-def images_of(rows: Iterable[Row]) -> dict[int, bytes]:
-    """What the files of the images of rows hold, by number."""
-    numbers = [k for row in rows for k in row.get("images") or ()]
-    return images.of_process().encoded(numbers) if numbers else {}
 
 
 def listen(address: str, token: str, context: zmq.Context) -> tuple[zmq.Socket, str]:

@@ -15,7 +15,7 @@ from helpers_data import versions_of
 from extras.agents import EnvironmentFlags
 from extras.agents.outcome import make_outcome
 from extras.samplers import SamplerFlags, Work, protocol
-from extras.samplers.dispatcher import Dispatcher
+from extras.samplers.dispatcher import Dispatcher, Member
 from extras.samplers.prompts import Prompts
 from rl.data.types import Sample, Sampling
 from rl.sampling.engines.flags import EngineFlags
@@ -44,9 +44,9 @@ def test_a_row_travels_whole_to_environments_and_without_them_its_prompt_does():
     for flags, expected in ((EnvironmentFlags(tools=("a.py",)), whole), (EnvironmentFlags(), prompt)):
         setup = protocol.Setup("model", {}, EngineFlags(), flags, 9, [], [], WAY, 0, None)
         work = Work(None, [row], WAY, EngineFlags(), flags, batch_size=1, total_steps=9, longest=9, seed=0)
-        ranks = SimpleNamespace(device=torch.device("cpu"))
+        ranks, member = SimpleNamespace(device=torch.device("cpu")), Member("a", 0.0, 0.0, 0.0)
         dispatcher = Dispatcher(SamplerFlags(), setup, Prompts(work, 0, 10), lambda *group: None, ranks)
-        message = msgspec.msgpack.encode(protocol.Orders([dispatcher._lease(0)], [], [], None))
+        message = msgspec.msgpack.encode(protocol.Orders([dispatcher._lease(0, member)], [], [], None))
         [lease] = msgspec.msgpack.decode(message, type=protocol.ToSampler).leases
         assert json.loads(lease.row) == expected and lease.sampling == WAY
         dispatcher.socket.close(0)
