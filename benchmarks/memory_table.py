@@ -9,8 +9,9 @@ another script or another model ask it with --plan.
 
 With --long, each cell has the tokens per second and GPU that --plan expects, for sequences of that many tokens, of
 which 1,024 are the prompt. Of all --sequence-parallel-size and --tensor-model-parallel-size of up to 16, the table
-takes those that leave the most on the GPU, then the smallest. "xN" is a sequence parallel size of N, "moments" and
-"all" are what is in host memory, and "no" means that nothing fits.
+takes those that leave the most on the GPU, and of these the smallest that are within 3 % of the fastest. "xN" is a
+sequence parallel size of N, "tpN" an engine of N GPUs, "moments" and "all" are what is in host memory, and "no" means
+that nothing fits.
 """
 
 import contextlib
@@ -112,24 +113,22 @@ def long_table(shapes: Sequence[str] = LONG, counts: Sequence[int] = (8, 16, 32,
 
 def long_cell(model: str, gpus: int, length: int, rank: int) -> str:
     """What --plan expects of the best way to train on sequences of a length, in few words."""
-    plans = {}
-    lengths = dict(max_prompt_length=PROMPT, max_response_length=length - PROMPT)
+    ways, machine = [], cards.named(f"h100x{gpus}")
     for size, shared_by in itertools.product(SPREAD, SPREAD):
         with contextlib.suppress(ValueError):  # it does not fit, or does not divide something
             flags = build(train_grpo.Args, model=model, lora_rank=rank, tensor_model_parallel_size=shared_by,
-                          sequence_parallel_size=size, **lengths)  # fmt: skip
-            plan = plan_of(flags, cards.named(f"h100x{gpus}"))
-            way = plan.choice.way
-            plans[way.param_offload, way.optimizer_offload, size, shared_by] = plan
-            if not (way.param_offload or way.optimizer_offload):
-                break
-    if not plans:
+                          sequence_parallel_size=size, max_prompt_length=PROMPT,
+                          max_response_length=length - PROMPT)  # fmt: skip
+            plan = plan_of(flags, machine)
+            away = ["all"] * plan.choice.way.param_offload + ["moments"] * plan.choice.way.optimizer_offload
+            ways.append((away, plan.step, [f"x{size}"] * (size > 1) + [f"tp{shared_by}"] * (shared_by > 1)))
+    if not ways:
         return "no"
-    best = min(plans)
-    words = [f"{plans[best].step.tokens / plans[best].step.seconds / gpus:,.0f}"]
-    words += [f"x{best[2]}"] if best[2] > 1 else []
-    words += ["all"] if best[0] else ["moments"] if best[1] else []
-    return " ".join(words)
+    least = next(x for x in ([], ["moments"], ["all"]) if any(x == away for away, _, _ in ways))
+    ways = [x for x in ways if x[0] == least]
+    fastest = min(step.seconds for _, step, _ in ways)
+    _, step, spread = next(x for x in ways if x[1].seconds <= 1.03 * fastest)
+    return " ".join([f"{step.tokens / step.seconds / gpus:,.0f}", *spread, *least])
 
 
 if __name__ == "__main__":

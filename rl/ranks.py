@@ -23,7 +23,7 @@ class Ranks:
 
     `rank` and `size` count the processes, as torchrun does. Each of them samples responses to prompts of its own.
     `data_rank` and `data_size` count those that train on different rows. By default all of them do. With
-    --sequence-parallel-size N, N neighbors have one `data_rank`: they train on the same rows, and each of them has a
+    --sequence-parallel-size N, N neighbors have one `data_rank`. They train on the same rows, and each of them has a
     slice of the tokens, see extras/sequence_parallel.
     """
 
@@ -133,8 +133,8 @@ def die_with_launcher() -> None:
 
 
 def init_ranks() -> Ranks:
-    """Join the process group: gloo on CPU, nccl (plus gloo for what is on the host) on CUDA. Without torchrun it is a
-    world of one. Under torchrun, this process dies with it from here on.
+    """Join the process group, with gloo on a CPU, and with nccl on CUDA, plus gloo for what is on the host. Without
+    torchrun it is a world of one. Under torchrun, this process dies with it from here on.
     """
     die_with_launcher()
     if "RANK" not in os.environ:

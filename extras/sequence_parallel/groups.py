@@ -8,7 +8,6 @@ import torch.distributed as dist
 from transformers import AttentionInterface, AutoConfig
 
 from extras import families
-from extras.sequence_parallel.slices import check_heads
 from rl.flags import flat, spelled
 from rl.model.attention import refuse_options, use_attention
 from rl.ranks import Ranks, wait_without_end
@@ -94,3 +93,11 @@ def check_model(path: str, size: int, *, flag: str) -> None:
             f"{flag} {path} cannot be sliced by --sequence-parallel-size {size}: {problem}; choose another size, or "
             "leave the flag out"
         )
+
+
+def check_heads(heads: int, key_heads: int, size: int) -> None:
+    """Raise ValueError if heads of queries, or those of keys and values, cannot be divided among `size` ranks."""
+    if heads % size:
+        raise ValueError(f"{size} does not divide its {heads} attention heads")
+    if max(size, key_heads) % min(size, key_heads):
+        raise ValueError(f"{size} neither divides its {key_heads} heads of keys nor is a multiple of that number")

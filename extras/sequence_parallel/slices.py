@@ -107,7 +107,6 @@ def over_slices(kernel: Callable) -> Callable:
         """query (1, H, n, D), key and value (1, Hkv, n, D) -> (1, n, H, D)."""
         whole, T, group = packing.whole, len(packing.tokens), packing.group
         size, n = dist.get_world_size(group), query.shape[2]
-        check_heads(query.shape[1], key.shape[1], size)
         if key.shape[1] < size:  # every rank needs a head of keys. The gradients of its copies are added up.
             key, value = (x.repeat_interleave(size // key.shape[1], 1) for x in (key, value))
         by_rank = [x[0].unflatten(0, (size, -1)) for x in (query, key, value)]  # (size, heads of a rank, n, D)
@@ -128,11 +127,3 @@ def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """x (size, ...), a part for each rank of the group -> (size, ...), a part from each. Gradients go the same way."""
     sizes = [x[0].numel()] * len(x)
     return all_to_all_single_autograd(x.flatten(), sizes, sizes, group).view(x.shape)
-
-
-def check_heads(heads: int, key_heads: int, size: int) -> None:
-    """Raise ValueError if heads of queries, or those of keys and values, cannot be divided among `size` ranks."""
-    if heads % size:
-        raise ValueError(f"{size} does not divide its {heads} attention heads")
-    if max(size, key_heads) % min(size, key_heads):
-        raise ValueError(f"{size} neither divides its {key_heads} heads of keys nor is a multiple of that number")

@@ -217,7 +217,7 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 def _deliver(responses: Sequence[Sample], rows_of_rank: list[list[int]], ranks: Ranks) -> list[Sample]:
     """The samples of this rank's rows. Each rank sends the tokens that others train on, and nothing else."""
     me, parcels = ranks.rank, []
-    for rank in range(ranks.size):  # its parcel: what this rank has sampled and that other rank trains on
+    for rank in range(ranks.size):  # its parcel has what this rank has sampled and that rank trains on
         rows = rows_of_rank[rank // ranks.sequence_size]
         parcels.append(pickle.dumps([responses[i].tokens() for i in rows if responses[i].rank == me != rank]))
     received = [iter(pickle.loads(parcel)) for parcel in ranks.send(parcels)]

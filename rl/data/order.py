@@ -20,7 +20,7 @@ def prompts_for_step(rows: Sequence[Row], step: int, n: int, seed: int) -> list[
 
 
 def derive_seed(*numbers: int) -> int:
-    """A 31-bit seed that depends on every number and on their order: the seed of (run, step, rank, ...).
+    """A 31-bit seed that depends on every number and on their order, such as the seed of (run, step, rank, ...).
 
     The numbers are mixed by constants of splitmix64, so that the seeds of neighboring steps look unrelated.
     """

@@ -49,8 +49,8 @@ class Request(NamedTuple):
 # Data about tokens, beside ids and log-probs. A column is an integer array (n, ...) with an entry for each token of
 # prompt and response. The largest number of its dtype means "unknown". Engines may add columns, and so may families,
 # which are kinds of unusual models (rl/model/family.py). All code that passes samples on passes their columns on too.
-# Every sample has the column "versions" (int32): how often weights had been pushed to the engine when the token was
-# sampled. It is unknown for tokens that were not sampled.
+# Every sample has the column "versions" (int32), which says how often weights had been pushed to the engine when the
+# token was sampled. It is unknown for tokens that were not sampled.
 Columns = Mapping[str, np.ndarray]
 
 

@@ -101,7 +101,7 @@ def grpo_batch(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: obje
 
 
 def max_rl(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: object) -> Tensor:
-    """Reward against the mean of its group, in units of this mean: the gradient of log(chance of being right).
+    """Reward against the mean of its group, in units of this mean, which is the gradient of log(chance of being right).
 
     A_i = (r_i - mean_g) / (mean_g + eps). It is 0 in a group whose mean is not positive. A rare right answer counts
     more: one of reward 1 among n with 0 otherwise has A = n - 1. A group with one scored response has baseline 0, so it

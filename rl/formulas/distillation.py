@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-LEAST = 1e-8  # probability that any other token has at least: rounding may leave a sum of all above 1
+LEAST = 1e-8  # probability that any other token has at least, since rounding may leave a sum of all above 1
 
 
 def with_rest(logps: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def all_pairs(scores: Tensor, margin: float) -> Tensor:
 
 
 def first_against_all(scores: Tensor, margin: float) -> Tensor:
-    """The first response to a prompt, which is the reference solution, against every other: self-play.
+    """The first response to a prompt, which is the reference solution, against every other, as in self-play.
 
     Scores and `margin` are not used, since the policy shall become like the solution, however its responses score. So
     there are P * (G - 1) pairs.

@@ -93,14 +93,14 @@ def _expand(x: Tensor, packing: Packing) -> Tensor:
 
 def refuse_options(options: dict) -> None:
     """Raise ValueError if a layer gives its attention an option that packed attention does not compute."""
-    # Gemma 2's capped scores, gpt-oss' sinks, chosen keys, learned biases: dropping them would change the numbers.
+    # Gemma 2's capped scores, gpt-oss' sinks, chosen keys, and learned biases. Dropping them would change the numbers.
     for name in ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices"):
         if options.get(name) is not None:
             raise ValueError(f"its attention uses {name}, which packed attention does not compute")
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
-    """The attention implementation for packed sequences on this device: a name transformers accepts."""
+    """The attention implementation for packed sequences on this device, by a name that transformers accepts."""
     for implementation in (packed_sdpa, packed_varlen, packed_fa2):
         AttentionInterface.register(implementation.__name__, implementation)
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):

@@ -19,7 +19,7 @@ from rl.ranks import Ranks
 class Pass(NamedTuple):
     """One pass of the decoder over tokens of a batch (b, T)."""
 
-    inputs: dict[str, Any]  # its arguments: input_ids (1, N) packed or (rows, width) padded, and more
+    inputs: dict[str, Any]  # its arguments, such as input_ids (1, N) if packed or (rows, width) if padded
     take: Callable[[Tensor], Tensor]  # picks the tokens of this pass, in order: (b, T, ...) -> (N, ...)
     ids: Tensor  # (rows, width) token ids of the batch rows that this pass reads, right-padded
     real: Tensor  # (rows, width) bool, False on padding, with `ids` for what has to be computed row by row

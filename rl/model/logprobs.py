@@ -30,7 +30,7 @@ from rl.model.attention import Packing
 from rl.model.family import Family, Pass
 
 FULL = Sampling()  # temperature 1, from the whole vocabulary
-HEAD_CHUNK = 2048  # tokens whose (tokens, V) logits exist at a time: 2048 x 152k x 4 bytes = 1.2 GB in fp32
+HEAD_CHUNK = 2048  # tokens whose (tokens, V) logits exist at a time, which is 2048 x 152k x 4 bytes = 1.2 GB in fp32
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The test of a model when it is loaded: packed, does it give what its own forward gives for each sequence alone?
+"""The test of a model when it is loaded. Does it give, packed, what its own forward gives for each sequence alone?
 
 A model that does not is run in another way, which extras/families finds.
 """

@@ -37,7 +37,7 @@ torch._dynamo.config.recompile_limit = 64
 # family of models with such an operation of its own adds that.
 PRODUCTS = {"aten.mm", "aten.addmm", "aten._grouped_mm", "transformers.grouped_mm"}
 KEPT_OPERATIONS = PRODUCTS | {"aten._scaled_dot_product", "torch_attn.", "flash_attn."}
-CODE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # environment: where torch keeps what it has compiled
+CODE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # the environment variable that says where torch keeps what it has compiled
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Memory:
     # Compile the layers and the head with torch.compile on a GPU. auto does it if the run is long enough to pay.
     compile: Free[Switch] = "auto"
 
-    # Where weights and gradients live if that is not the device: with a `policy` for FSDP2, and a method
+    # Where weights and gradients live if that is not the device. It has a `policy` for FSDP2, and a method
     # `empty_like(tensor, device)` that makes room for a weight. See extras/offload.
     home = None
 
@@ -161,7 +161,7 @@ def apply_fsdp(model: nn.Module, units: Sequence[nn.Module], ranks: Ranks, memor
 
 def rows_of_rank(x: Tensor, rank: int, size: int) -> Tensor:
     """The rows of a whole tensor that FSDP2 gives to a rank, if `size` neighboring ranks share it."""
-    rows = -(-len(x) // size)  # as torch.chunk: the last ranks may have fewer
+    rows = -(-len(x) // size)  # as torch.chunk divides them, so the last ranks may have fewer
     return x[rank % size * rows :][:rows]
 
 

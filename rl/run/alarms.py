@@ -37,7 +37,7 @@ def alarms(metrics: dict[str, float], conditions: Sequence[str]) -> list[str]:
 
 
 class Alarms:
-    """The alarms of a run. `unknown`: conditions of the user whose metrics have not been seen yet."""
+    """The alarms of a run. `unknown` has the conditions of the user whose metrics have not been seen yet."""
 
     def __init__(self, conditions: Sequence[str], defaults: Sequence[str]):
         self.conditions, self.unknown = conditions, [x for x in conditions if x not in defaults]

@@ -44,7 +44,7 @@ from rl.run.run_folder import RunFolder
 from rl.run.together import Failed, gather, together
 
 NORMAL_INTERVAL = sys.getswitchinterval()  # seconds after which a thread must hand on Python's lock
-SAVING_INTERVAL = 0.0005  # the same while a save is written: 0.005 at every wait of the main thread would be felt
+SAVING_INTERVAL = 0.0005  # the same while a save is written, since 0.005 at every wait of the main thread would be felt
 MAX_FAILURES = 3  # saves in a row that may fail before the run stops
 FREE_SPACE = 1.2  # times the size of a checkpoint that must be free before one is written
 

@@ -195,7 +195,7 @@ def _local(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
     # pyrefly: ignore[bad-argument-type]  # this rank is in the mesh and so has coordinates
     for placement, rank, ranks in zip(x.placements, mesh.get_coordinate(), mesh.shape, strict=True):
         if placement.is_shard(0):
-            rows_of_each = -(-x.shape[0] // ranks)  # as torch.chunk: the last ones may have fewer
+            rows_of_each = -(-x.shape[0] // ranks)  # as torch.chunk divides them, so the last ones may have fewer
             start = min(rank * rows_of_each, x.shape[0])
         else:
             is_first = is_first and rank == 0

@@ -15,7 +15,7 @@ DESCRIBED = ("mean", "max", "min")
 
 
 class Means:
-    """Means of a step over its micro-batches and all ranks: of tokens, of sequences, or of updates.
+    """Means of a step over its micro-batches and all ranks, whether of tokens, of sequences, or of updates.
 
     `num_updates` is how many optimizer steps the step makes. Every rank must add the same names. `reduce` adds up what
     they have.

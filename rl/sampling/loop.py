@@ -25,7 +25,7 @@ from rl.data.rows import Row
 from rl.data.types import Completion, Outcome, Request, Sample, Sampling, unknown
 from rl.sampling.engines.base import Engine
 
-Key = tuple[Hashable, int]  # of a response: the name of its group, and its number in the group
+Key = tuple[Hashable, int]  # of a response, which is the name of its group and its number in the group
 
 STOP_EVERY = 16  # ranks that share an engine ask each other after this many decoding steps whether to stop
 IDLE_WAIT_S = 0.05  # how long to wait for the partner when the engine has nothing to sample

@@ -810,6 +810,12 @@ def test_the_page_has_the_tables_of_memory():
     assert "| 1.5B | all weights | full, 16384, moments on the host |" in fits
 
 
+def test_the_page_has_the_table_of_long_sequences(tmp_path):
+    memory_table.config_of("7B", max_position_embeddings=2**18).save_pretrained(tmp_path)
+    cell = memory_table.long_cell(str(tmp_path), 8, 8192, 0)
+    assert f"| 7B | 8 | {cell} |" in (launch.ROOT / "docs" / "sequence_parallel.md").read_text()
+
+
 @pytest.mark.parametrize("name", ["gpus", "max_prompt_length", "gpu_memory_utilization"])
 def test_the_tables_of_memory_refuse_numbers_that_mean_nothing(name):
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} 0 must be "):

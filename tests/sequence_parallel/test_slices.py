@@ -14,7 +14,7 @@ import train_ppo
 import train_prime
 import train_reward
 from extras.sequence_parallel import groups, share_rows
-from extras.sequence_parallel.slices import check_heads
+from extras.sequence_parallel.groups import check_heads
 from rl.flags import build, flat
 from rl.run.training import check
 

@@ -266,5 +266,5 @@ def _params(sampling: Sampling, seed: int | None) -> Any:
     from vllm import SamplingParams
 
     ours = vars(sampling) | {"n": 1, "seed": seed, "stop_token_ids": list(sampling.stop_token_ids)}
-    # logprobs: of the sampled token only
+    # logprobs=0 asks for that of the sampled token only
     return SamplingParams(**ours, logprobs=0, detokenize=False, skip_clone=True)

@@ -39,7 +39,7 @@ def take_shortcuts(scheduler: Any, in_flight: dict[str, Completion]) -> None:
     def schedule_others(*args: Any) -> Any:
         plain, others = [], []
         for request in scheduler.running:
-            # unknown: tokens that are being sampled, none unless steps are scheduled ahead
+            # `unknown` is the number of tokens that are being sampled, which is 0 unless steps are scheduled ahead
             position, unknown = request.num_computed_tokens, request.num_output_placeholders
             is_plain = (
                 0 < position % block_size < block_size - 1 + ahead  # ahead, a full block is noted when the next begins
@@ -71,7 +71,7 @@ def take_shortcuts(scheduler: Any, in_flight: dict[str, Completion]) -> None:
         return scheduled
 
     def update_others(scheduled: Any, output: Any) -> Any:
-        if output.logprobs is not None:  # (sequences, 1): of the sampled tokens
+        if output.logprobs is not None:  # (sequences, 1), of the sampled tokens
             output.logprobs = _Logprobs(output.logprobs.logprobs[:, 0].tolist())
         others = {}
         for name, count in scheduled.num_scheduled_tokens.items():
