@@ -4,7 +4,7 @@ All of a layer except for its attention works token by token. Before the attenti
 Each gets the queries, keys and values of all tokens for an Nth of the heads. The kernels of rl/model/attention.py
 compute with these as with whole rows. Then the results go back to the ranks that have the tokens.
 
-Each rank has n tokens. If the row has fewer than n * N, the last slices end in padding, which no token attends to. The
+Each rank has n tokens. The row has fewer than n * N, so the last slices end in padding, which no token attends to. The
 head of the model runs on the wanted tokens of a rank's own slice, and all ranks get the results for all wanted tokens.
 So they compute the same loss, and each takes its gradient for its own tokens. FSDP2 adds up what these are for the
 weights, so the loss needs no factor.
@@ -51,7 +51,8 @@ def cut(passes: list[Pass], places: Tensor, head: Callable, *, group: dist.Proce
     """
     [whole], rank, size = passes, dist.get_rank(group), dist.get_world_size(group)
     tokens = whole.inputs["input_ids"][0]
-    n = -(-len(tokens) // size)
+    # There always is padding, and n is never 1. Compiled code would be made anew for a row without padding, or for 1.
+    n = max(2, len(tokens) // size + 1)
 
     def own(x: Tensor, fill: int) -> Tensor:
         """(T, ...) -> (n, ...)"""
