@@ -19,7 +19,8 @@ plan of a run without an engine chooses. Each line of JSON is printed, and added
   there too. The plan expects gradients from the start, so an update needs two micro-batches to have what is planned.
 - share: seconds that a rank's GPU spends on each kind of collective in an update, on average over ranks, and the share
   of all-to-all in the seconds of that update. They include waiting for other ranks. On a CPU they are those of threads.
-- graphs: how many graphs were compiled after each of several updates, whose rows have other lengths and numbers.
+- graphs: how many graphs a rank has compiled at most after each of several updates, whose rows have other lengths and
+  numbers.
 """
 
 import gc
@@ -320,7 +321,7 @@ def updates(bench: Bench, degree: int, length: int) -> None:
         return step(policy, optimizer, batch, ranks, tokens, most)
 
     first = once(batch, Most(ranks.device))  # which also resets torch's peaks
-    graphs = [("the same", graphs_so_far())]
+    graphs = [("the same", graphs_so_far(ranks))]
     if "step" in bench.args.measure:
         times = [once(batch, most) for _ in range(bench.args.steps)]
         seconds, work = statistics.median(times), work_of(batch, ranks, tokens)
@@ -339,14 +340,16 @@ def updates(bench: Bench, degree: int, length: int) -> None:
         others |= {"an empty micro-batch": [length // 2]} if ranks.data_size > 1 else {}
         for name, lengths in others.items():
             once(bench.batch(lengths), Most(ranks.device))
-            graphs.append((name, graphs_so_far()))
+            graphs.append((name, graphs_so_far(ranks)))
         bench.write("graphs", **what, **{key: {name: x[key] for name, x in graphs} for key in graphs[0][1]})
 
 
-def graphs_so_far() -> dict[str, int]:
-    """What has been compiled on this rank."""
-    breaks = sum(counters["graph_break"].values())
-    return {"graphs": counters["stats"]["unique_graphs"], "frames": counters["frames"]["ok"], "breaks": breaks}
+def graphs_so_far(ranks: Ranks) -> dict[str, int]:
+    """What has been compiled on the rank that has compiled most. All ranks must enter."""
+    found = counters["stats"]["unique_graphs"], counters["frames"]["ok"], sum(counters["graph_break"].values())
+    return dict(
+        zip(("graphs", "frames", "breaks"), map(max, zip(*ranks.all_gather([found]), strict=True)), strict=True)
+    )
 
 
 def work_of(batch: Batch, ranks: Ranks, max_tokens: int) -> Pass:

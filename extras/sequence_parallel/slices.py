@@ -67,14 +67,16 @@ def cut(passes: list[Pass], places: Tensor, head: Callable, *, group: dist.Proce
     inputs["packing"] = SlicedPacking(whole.inputs["packing"], tokens, group)
     here = places - rank * n
     mine = ((here >= 0) & (here < n)).nonzero()[:, 0]
-    # A rank without wanted tokens runs the head on one, so that the collectives match, and the result is dropped.
-    computed = mine if len(mine) else mine.new_zeros(1)
+    # A rank without wanted tokens runs the head too, so that the collectives match, and the results are dropped. A rank
+    # runs it on at least two, since compiled code would be made anew for one.
+    dropped = (0, max(0, 2 - len(mine)))
+    computed = F.pad(mine, dropped)
 
     def sliced_head(module: nn.Module, hidden: Tensor, *args: Any) -> tuple[Tensor, ...]:
         parts = head(module, hidden, *(x[computed] if isinstance(x, Tensor) else x for x in args))
         return tuple(_OfAllSlices.apply(x, mine, len(places), group) for x in parts)
 
-    return [whole._replace(inputs=inputs, take=take)], here[mine] if len(mine) else mine.new_zeros(1), sliced_head
+    return [whole._replace(inputs=inputs, take=take)], F.pad(here[mine], dropped), sliced_head
 
 
 class _OfAllSlices(torch.autograd.Function):
