@@ -1,10 +1,12 @@
 """Tiny models of many families, and what transformers itself loads for them."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import nn
@@ -123,6 +125,21 @@ def load_with_adapters(path: str, ranks: Ranks, *, frozen: bool = False, **chang
     memory = dict(compile=False) | {name: x for name, x in changes.items() if name not in lora_names}
     learning = None if frozen else lora.LoRA(**adapters)
     return models.load_model(path, ranks, learning, Memory(**memory), longest=64)
+
+
+def experts_of(model: nn.Module, ids: Sequence[int]) -> np.ndarray:
+    """(n, layers, k): which experts a plain model chooses for the tokens of a sequence; 0 in a dense layer."""
+    shape = len(ids), model.config.num_hidden_layers, model.config.num_experts_per_tok
+    found, hooks = np.zeros(shape, np.uint8), []
+    for name, module in model.named_modules():
+        if type(module).__name__.lower().endswith("topkrouter"):
+            note = functools.partial(lambda layer, m, i, out: found.__setitem__((slice(None), layer), out[2]))
+            hooks.append(module.register_forward_hook(functools.partial(note, int(name.split(".")[2]))))
+    with torch.no_grad():
+        model(input_ids=torch.tensor([list(ids)]))
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def make_them_count(model: nn.Module) -> nn.Module:

@@ -109,10 +109,15 @@ def make_task(folder: Path) -> Task:
 def make_task_with_stops(folder: Path) -> Task:
     """`make_task` with a model that takes 13 of its 80 tokens for an end: most responses end before 12 tokens."""
     task = make_task(folder)
+    add_stops(task)
+    return task
+
+
+def add_stops(task: Task) -> None:
+    """Let the task's model take 13 of its 80 tokens for an end."""
     config = GenerationConfig.from_pretrained(task.model)
     config.eos_token_id = [2, *range(20, 32)]
     config.save_pretrained(task.model)
-    return task
 
 
 def grpo_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]:

@@ -25,7 +25,6 @@ class PartialRollouts:
         others = {
             "--offline": flags.get("offline"),
             "--adv-estimator remax": flags.get("adv_estimator") == "remax",
-            "--router-replay": flags["router_replay"],
         }
         if self.partial_rollouts and (other := next((name for name, is_set in others.items() if is_set), None)):
             flag = f"--partial-rollouts {self.partial_rollouts:g}"

@@ -59,8 +59,6 @@ class SamplerFlags:
         if (size := flags["tensor_model_parallel_size"]) != 1 and self.weights_transfer != "host":
             other = f"--weights-transfer {self.weights_transfer}"
             raise ValueError(f"{other}: the {size} GPUs of a sampler read weights from the host; leave it out")
-        if flags["router_replay"]:
-            raise ValueError("--router-replay: samplers do not send the experts that they used; leave it out")
 
 
 class Work(NamedTuple):

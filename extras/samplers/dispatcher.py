@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from extras import images
+from extras import families, images
 from extras.samplers import SILENT_S, SamplerFlags, protocol
 from extras.samplers.ledger import assign
 from extras.samplers.local import LocalSamplers, devices_of
@@ -69,6 +69,7 @@ class Dispatcher:
     ):
         self.flags, self.setup, self.prompts, self.submit = flags, setup, prompts, submit
         self.sends_whole_rows = bool(setup.environment.environment or setup.environment.tools)
+        self.experts = families.shape_of(setup.model) if setup.rollout.router_replay else None
         self.weights: dict[str, Any] | None = None  # the newest, see weight_files.py
         self.members: dict[str, Member] = {}  # by the hexadecimal name of their connection
         self.refused: set[str] = set()  # connections that nobody listens to any more
@@ -100,7 +101,6 @@ class Dispatcher:
 
     def _serve(self) -> None:
         try:
-            self.listened_at = time.monotonic()
             while not self.closing:
                 messages = []
                 while self.socket.poll(0 if messages else POLL_MS):
@@ -188,7 +188,8 @@ class Dispatcher:
         if len(packed) != len(rows):
             raise ValueError(f"{len(packed)} responses have come, where {len(rows)} are due")
         vocabulary = self.prompts.vocabulary
-        return [protocol.unpack(x, rows[i], sampling, vocabulary, versions) for i, x in enumerate(packed)]
+        samples = [protocol.unpack(x, rows[i], sampling, vocabulary, versions) for i, x in enumerate(packed)]
+        return [protocol.with_experts(s, x.experts, self.experts) for s, x in zip(samples, packed, strict=True)]
 
     def _note(self, identity: str, report: protocol.Report, groups: Groups, probe: list[Sample]) -> None:
         """Take what a sampler says of itself, and answer it."""

@@ -18,15 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from extras import images
+from extras import families, images
 from extras.partial import sample_of
 from extras.samplers import SamplerFlags, Work
 from extras.samplers.dispatcher import Dispatcher
 from extras.samplers.prompts import Group, Prompts
-from extras.samplers.protocol import OfImages, Setup, row_of
+from extras.samplers.protocol import LARGEST, OfImages, Setup, row_of
 from extras.samplers.weight_files import WeightWriter
 from rl import console, stop
 from rl.console import say
@@ -83,7 +84,7 @@ class SamplerPool:
         # Of the last call of `sample`: what this rank has of the step.
         self.own_samples: Sequence[Sample] = ()
         # As an engine has them: version of the weights, bytes on this GPU, type of the experts' numbers.
-        self.policy_version, self.memory, self.routing = 0, 0, None
+        self.policy_version, self.memory, self.routing = 0, 0, _routing_of(work)
         vocabulary = AutoConfig.from_pretrained(work.tokenizer.name_or_path).get_text_config().vocab_size
         self.prompts = Prompts(work, flags.max_staleness, vocabulary)
         self.waited_s, self.measured_at, self.num_taken = 0.0, time.monotonic(), 0
@@ -271,6 +272,20 @@ class SamplerPool:
                 ready[number] = row, samples
                 self.scorer.submit(row, samples)
         ledger.load(state["ledger"], ready)
+
+
+def _routing_of(work: Work) -> np.dtype | None:
+    """The type of the experts' numbers, or None if no experts are replayed. Raises ValueError, naming --router-replay,
+    if those of a group could be too many for a message.
+    """
+    if not work.rollout.router_replay:
+        return None
+    layers, each, count = families.shape_of(work.tokenizer.name_or_path)
+    routing = families.unknown_expert(count).dtype
+    if (size := work.sampling.n * work.longest * layers * each * routing.itemsize) > LARGEST:
+        what = f"--router-replay: the experts of {work.sampling.n} responses (--rollout-n) may have {size:,} bytes"
+        raise ValueError(f"{what}, above {LARGEST:,}; lower --rollout-n or --max-response-length, or leave it out")
+    return routing
 
 
 def _write_private(path: Path, text: str) -> None:

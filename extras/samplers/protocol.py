@@ -11,6 +11,7 @@ without it no connection comes about.
 import hashlib
 import secrets
 import socket as sockets
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -18,14 +19,14 @@ import numpy as np
 import zmq
 from zmq.utils import z85
 
-from extras import agents
+from extras import agents, families
 from rl.data.rows import Row
 from rl.data.types import Sample, Sampling, unknown
 from rl.sampling.engines.flags import EngineFlags
 
 TOKEN = "GLASSRL_SAMPLER_TOKEN"  # a variable of the environment: everybody can read a command line
 PARENT = "GLASSRL_SAMPLER_PARENT"  # the same: id of the process that has started this one and takes it with it
-PROTOCOL = 7  # of these messages. Both sides must have the same.
+PROTOCOL = 8  # of these messages. Both sides must have the same.
 LARGEST = 2**30  # bytes of a message. The run closes a connection that sends more.
 MAX_LOGPROB = 1e-3  # rounding may take the log-prob of a certain token above 0
 
@@ -84,6 +85,7 @@ class PackedSample(msgspec.Struct, array_like=True):
     mask: bytes  # int8
     logprobs: bytes  # float32
     versions: bytes  # int32
+    experts: bytes  # of each token of prompt and response in each layer, or none: see `rl.data.types.Columns`
     finish_reason: Literal["stop", "length", "error", "abort"]
     outcome: str | None  # of a conversation, as JSON too
 
@@ -143,20 +145,23 @@ def name_of(pid: int) -> str:
     return f"{sockets.gethostname()}:{pid}"
 
 
-def pack(sample: Sample) -> PackedSample:
-    """A sample as it travels."""
+def pack(sample: Sample, *, learns: bool = True) -> PackedSample:
+    """A sample as it travels. Args: learns, whether it is trained on. If not, nobody asks for its experts."""
+    experts = sample.columns.get("routed_experts") if learns else None
     return PackedSample(
         ids=sample.response_ids.tobytes(),
         mask=sample.response_mask.tobytes(),
         logprobs=sample.rollout_logprobs.tobytes(),
         finish_reason=sample.finish_reason,
         versions=sample.columns["versions"][len(sample.prompt_ids) :].tobytes(),
+        experts=b"" if experts is None else experts.tobytes(),
         outcome=None if sample.outcome is None else agents.outcome_to_json(sample.outcome),
     )
 
 
 def unpack(packed: PackedSample, row: Row, sampling: Sampling, vocabulary: int, versions: range) -> Sample:
-    """The sample that was packed. Raises ValueError if it cannot be what an engine has sampled for the row.
+    """The sample that was packed, without its experts. Raises ValueError if it cannot be what an engine has sampled for
+    the row.
 
     Args: sampling, as it was asked for; vocabulary, how many tokens the model knows; versions, of weights that may have
     sampled it.
@@ -191,6 +196,23 @@ def unpack(packed: PackedSample, row: Row, sampling: Sampling, vocabulary: int, 
         columns={"versions": np.concatenate([of_prompt, of_response])},
         outcome=None if packed.outcome is None else agents.outcome_from_json(packed.outcome),
     )
+
+
+def with_experts(sample: Sample, experts: bytes, of_model: tuple[int, int, int] | None) -> Sample:
+    """The sample with the experts that were packed, if there are any. Raises ValueError if they cannot be right. Args:
+    of_model, see `families.shape_of`, or None if nobody has asked for experts.
+    """
+    if not experts:
+        return sample
+    layers, each, count = of_model or (0, 0, 0)
+    none = families.unknown_expert(count)
+    chosen = np.frombuffer(experts, none.dtype)
+    if len(chosen) != sample.num_tokens * layers * each:
+        raise ValueError(f"a response has {len(chosen)} numbers of experts for {sample.num_tokens} tokens")
+    if not ((chosen >= 0) & (chosen < count) | (chosen == none)).all():
+        raise ValueError(f"a response has experts beyond the {count} of the model")
+    shaped = chosen.reshape(sample.num_tokens, layers, each)
+    return replace(sample, columns={**sample.columns, "routed_experts": shaped})
 
 
 def row_of(row: Row, *, whole: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ The run says which model and which flags. Between two decoding steps the sampler
 Responses in flight go on with them after the tokens that they have. It ends when the run ends or cannot be reached.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -38,6 +39,7 @@ REPORT_EVERY_S = 1.0
 SEND_AGAIN_S = 5.0  # what the run has not said that it has
 IDLE_WAIT_S = 0.05
 GROUPS_OF_A_REPORT = 16  # so that a message does not become too large
+EXPERTS_OF_A_REPORT = protocol.LARGEST // 8  # bytes, for the same reason, unless one group has more
 
 
 @dataclass(frozen=True)
@@ -158,13 +160,13 @@ class Sampler:
         for number, samples in self.loop.step():
             del self.leases[number]
             self.begun.remove(number)
-            self.done[number] = protocol.Group(number, [protocol.pack(s) for s in samples]), 0.0
+            self.done[number] = protocol.Group(number, [protocol.pack(s, learns=number >= 0) for s in samples]), 0.0
         self.busy_s += time.monotonic() - start
 
     def _report(self, connection: Connection) -> None:
         """Report every second, and at once if there are groups, or other leases than in the last report."""
         now = time.monotonic()
-        due = [group for group, sent_at in self.done.values() if now - sent_at > SEND_AGAIN_S][:GROUPS_OF_A_REPORT]
+        due = _first_of([group for group, sent_at in self.done.values() if now - sent_at > SEND_AGAIN_S])
         report, last = self.report(connection.name, due), self.reported
         has_changed = last is None or (report.holding, report.begun) != (last.holding, last.begun)
         if due or has_changed or now - self.reported_at > REPORT_EVERY_S:
@@ -187,6 +189,13 @@ class Sampler:
             total_s=time.monotonic() - self.began_at,
             **ending,
         )
+
+
+def _first_of(groups: list[protocol.Group]) -> list[protocol.Group]:
+    """Those groups, from the first on, that go into one report."""
+    groups = groups[:GROUPS_OF_A_REPORT]
+    sizes = itertools.accumulate(sum(len(x.experts) for x in group.samples) for group in groups)
+    return [group for group, size in zip(groups, sizes, strict=True) if size <= EXPERTS_OF_A_REPORT] or groups[:1]
 
 
 def run() -> None:

@@ -65,14 +65,15 @@ class Trajectory:
         self.mask += [1] * len(ids)
         self.logprobs += completion.logprobs
         self.finish_reason = completion.finish_reason
-        num_tokens = len(self.row["prompt_ids"]) + len(self.ids)
-        versions = np.full(num_tokens, np.iinfo(np.int32).max, np.int32)  # the largest number is "unknown"
-        versions[num_tokens - len(ids) :] = version
+        before, num_tokens = self.columns["versions"], len(self.row["prompt_ids"]) + len(self.ids)
+        versions = np.repeat(np.array([unknown(before), version], np.int32), [num_tokens - len(ids), len(ids)])
         for name, parts in {**completion.columns, "versions": [versions]}.items():
             column, row = np.concatenate(parts), self.row["row_index"]
             assert len(column) <= num_tokens, f"{len(column)} {name} for the {num_tokens} tokens of row {row}"
-            # The engine reads earlier turns again. What the column says of them stays as it was when they were sampled.
+            # The engine reads earlier tokens again. What the column says of them stays as it was when they were
+            # sampled. What it did not say then of tokens up to the last one of older weights stays unknown.
             earlier = self.columns.get(name, column[:0])
+            column[len(earlier) : 1 + np.flatnonzero(before < version).max(initial=-1)] = unknown(column)
             self.columns[name] = np.concatenate([earlier, column[len(earlier) :]])
 
     def tell(self, ids: list[int]) -> None:

@@ -229,6 +229,7 @@ GROUPS = {
     "a reward of no turn": dict(outcome="[[], {}, [], [0.5]]"),
     "a reward of NaN": dict(outcome="[[], {}, [1], [NaN]]"),
     "a conversation of garbage": dict(outcome="{"),
+    "experts": dict(experts=b"1234"),
 }
 
 
@@ -268,7 +269,7 @@ class Rogue:
     def answer(self, number, samples=None, count=4, **changes):
         """Send a group of one token to a response, with changes."""
         fields = {name: x.tobytes() if isinstance(x, np.ndarray) else x for name, x in (NUMBER | changes).items()}
-        rest = dict(finish_reason="stop", outcome=None)
+        rest = dict(experts=b"", finish_reason="stop", outcome=None)
         sample = list((rest | fields)[x] for x in (*NUMBER, *rest))
         group = {"number": number, "samples": [sample] * count if samples is None else samples}
         self.say(self.right | {"holding": [number], "groups": [group]})

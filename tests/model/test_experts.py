@@ -19,12 +19,13 @@ from extras.families import experts
 from extras.families.ways import family, use_way
 from extras.lora import experts as lora_experts
 from rl.data.batching import collate, plan_update
-from rl.data.types import Sample, Sampling, take_rows
+from rl.data.types import Completion, Sample, Sampling, take_rows
 from rl.flags import build
 from rl.model.load import weights_for_engine
 from rl.model.logprobs import token_logprobs
 from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import sample_groups
+from rl.sampling.loop import Loop, Trajectory
 from rl.sampling.verify import check_engine
 
 CASE = ("all terms", "token-mean")
@@ -74,20 +75,6 @@ def forced(model, routed):
     return model
 
 
-def own_choices(model, ids):
-    """(n, layers, k): what a plain model chooses for a sequence."""
-    found, hooks = np.zeros((len(ids), LAYERS, K), np.uint8), []
-    for name, module in model.named_modules():
-        if type(module).__name__.lower().endswith("topkrouter"):
-            note = functools.partial(lambda layer, m, i, out: found.__setitem__((slice(None), layer), out[2]))
-            hooks.append(module.register_forward_hook(functools.partial(note, int(name.split(".")[2]))))
-    with torch.no_grad():
-        model(input_ids=torch.tensor([list(ids)]))
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
 def random_experts(batch):
     """(B, T, layers, k): different experts for each token, the same in rows that begin alike; some are not known."""
     random = np.random.default_rng(0)
@@ -126,7 +113,7 @@ def test_replay_of_what_the_router_would_choose_changes_nothing(name, folder_of,
     model, plain = replaying(folder_of[name], world), families.plain(folder_of[name])
     routed = torch.full((*batch.input_ids.shape, LAYERS, K), NONE, dtype=torch.uint8)
     for i, n in enumerate(batch.lengths.tolist()):
-        routed[i, :n] = torch.from_numpy(own_choices(plain, batch.input_ids[i, :n]))
+        routed[i, :n] = torch.from_numpy(families.experts_of(plain, batch.input_ids[i, :n]))
     expected, _ = token_logprobs(model, batch, sampling=SAMPLING)
     found, _ = token_logprobs(model, replace(batch, columns={"routed_experts": routed}), sampling=SAMPLING)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
@@ -160,7 +147,7 @@ def test_the_engine_says_which_experts_it_has_chosen(folder_of, world):
         routed = s.columns["routed_experts"]
         assert routed.dtype == np.uint8 and routed.shape == (len(ids), LAYERS, K)
         assert (routed[-1] == NONE).all()  # the engine has not read the last token
-        expected = own_choices(plain, ids)[:-1]
+        expected = families.experts_of(plain, ids)[:-1]
         assert (np.sort(routed[:-1, 1]) == np.sort(expected[:, 1])).all()  # the first layer is dense
     assert check_engine(policy, samples, sampling, rollout, world) < 1e-6
     found = policy.family_metrics
@@ -170,6 +157,76 @@ def test_the_engine_says_which_experts_it_has_chosen(folder_of, world):
     with pytest.raises(RuntimeError, match="disagree"):
         check_engine(policy, samples, sampling, rollout, world)
     assert policy.family_metrics["router/changed_frac"] > 0.1
+
+
+@pytest.mark.parametrize(("later", "of_last"), [(3, 20), (4, NONE)], ids=["the same weights", "newer weights"])
+def test_experts_of_a_conversation_are_those_of_the_first_time_that_they_were_read(later, of_last):
+    """The last token of a turn is read with the answer to it. Here experts are 10 for the first turn, and then 20."""
+
+    def turn(ids, num_read, expert):
+        told = [np.full((n, LAYERS, K), expert, np.uint8) for n in (num_read - 1, 1)]
+        return Completion(None, 0, ids, [-1.0] * len(ids), "stop", {"routed_experts": told})
+
+    x = Trajectory(("a", 0), {"prompt_ids": [1, 2], "row_index": 0}, Sampling(max_tokens=20), None)
+    x.take(turn([5, 6, 7], 4, 10), 3)
+    x.tell([8, 9])
+    x.take(turn([5, 6], 8, 20), later)
+    found = x.sample().columns["routed_experts"]
+    assert (found == found[:, :1, :1]).all() and found.shape == (9, LAYERS, K)
+    assert found[:, 0, 0].tolist() == [10, 10, 10, 10, of_last, 20, 20, 20, NONE]
+
+
+class TellsAtTheEnd(hf.Engine):
+    """An engine that says which experts it has chosen when a response is complete, as vLLM 0.26 does."""
+
+    def abort(self):
+        aborted = super().abort()
+        for x in aborted:
+            x.columns = {}
+        return aborted
+
+
+@pytest.mark.parametrize("kind", [hf.Engine, TellsAtTheEnd])
+def test_experts_of_tokens_that_older_weights_sampled_are_theirs_or_not_known(kind, folder_of, world):
+    """A response is interrupted twice, by weights and without new ones. The tokens that older weights sampled have the
+    experts that they had then, as far as the engine has said so, and those after them what the new weights choose.
+    """
+    old, new = (families.plain(folder_of["experts"]) for _ in range(2))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    engine = kind(folder_of["experts"], world, EngineFlags(router_replay=True), longest=64)
+    engine.update_weights(dict(weights_for_engine(families.load(folder_of["experts"], world), world)).items())
+    loop, before = Loop(engine), engine.policy_version
+    way = Sampling(max_tokens=20, temperature=0.7)
+    torch.manual_seed(0)
+    for name in range(3):
+        loop.start(name, dict(row_index=name, prompt_ids=[5 + name, 6, 7]), way)
+    begun = loop.is_open() and [loop.step() for _ in range(4)]  # four tokens of each
+    assert begun == [[]] * 4
+    loop.interrupt()
+    loop.start(3, dict(row_index=3, prompt_ids=[9, 8, 7, 6]), way)  # of which older weights have read nothing
+    engine.update_weights(families.models.published(new, new.named_parameters()))
+    loop.resume()
+    assert loop.is_open() and [loop.step() for _ in range(3)] == [[]] * 3  # three more
+    loop.interrupt()  # the weights stay the same
+    loop.resume()
+    done = dict(loop.run())
+    assert sorted(done) == [0, 1, 2, 3]
+    some = []
+    for name, [s] in done.items():
+        ids, start = [*s.prompt_ids, *s.response_ids], len(s.prompt_ids)
+        versions, found = s.columns["versions"][start:], s.columns["routed_experts"]
+        cut = 0 if name == 3 else start + 4  # the number of tokens when the new weights came
+        assert (versions == before).sum() == max(cut - start, 0) and (versions > before).any()
+        by_old, by_new = (families.experts_of(model, ids)[:-1] for model in (old, new))
+        told = max(cut - 1, 0) if kind is hf.Engine else 0  # the engine has not read the last token by then
+        assert (np.sort(found[:told]) == np.sort(by_old[:told])).all()
+        assert (found[told:cut] == NONE).all() and (found[-1] == NONE).all()
+        assert (np.sort(found[cut:-1]) == np.sort(by_new[cut:])).all()
+        some.append((np.sort(by_old[:cut]) != np.sort(by_new[:cut])).any())
+    assert any(some)  # the new weights would choose others for these tokens
 
 
 @pytest.mark.parametrize("way", ["packed", "padded", "replayed"])
@@ -363,6 +420,14 @@ def test_a_run_trains_with_replay(folder_of, tmp_path, runs_here):
             assert abs(line["actor/ppo_kl"]) < 1e-6 and line["rollout/logprob_gap_mean"] < 1e-5
             assert K < line["router/aux_loss"] < E
             assert line["router/changed_frac"] == 0 and line["router/load_max"] >= 1
+    # With the same weights in each step, what is known of a response that outlives one is what they choose.
+    h.add_stops(task)
+    partial = dict(partial_rollouts=0.5, rollout_is="token", total_training_steps=4, max_response_length=40)
+    changes = settings | partial | dict(default_local_dir=str(tmp_path / "partial"))
+    train_grpo.main(build(train_grpo.Args, **changes))
+    lines = [x for x in h.read_jsonl(tmp_path / "partial" / "metrics.jsonl") if "router/changed_frac" in x]
+    assert len(lines) == 4 and all(x["router/changed_frac"] == 0 for x in lines)
+    assert max(x["rollout/mixed_frac"] for x in lines) > 0
     fewer = AutoConfig.from_pretrained(task.model, num_experts=4)
     AutoModelForCausalLM.from_config(fewer).save_pretrained(task.model)
     with pytest.raises(ValueError, match=r"with 2 of 6 experts a token in 2 layers, and --model has 2 of 4 in 2; give"):

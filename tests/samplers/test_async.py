@@ -1,5 +1,6 @@
 """train_async.py and its samplers for real: equal to train_grpo.py without staleness, and no older than it says."""
 
+import json
 import threading
 import time
 from collections import deque
@@ -7,14 +8,18 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import helpers_families as families
 import helpers_scripts as h
 import launch
+import numpy as np
 import pytest
 from helpers_engines import the_only_shared_engine
 from helpers_samplers import Pools, batches, note_batches, with_two_heads
+from transformers import AutoConfig
 
 from data import dots, files
-from extras.samplers import pool
+from extras.engines import hf
+from extras.samplers import Work, pool
 from extras.samplers.dispatcher import Dispatcher
 from extras.samplers.ledger import Leases
 from extras.samplers.pool import AVERAGED_STEPS, SamplerPool
@@ -22,8 +27,11 @@ from extras.samplers.protocol import TOKEN, Report
 from extras.samplers.sampler import Sampler
 from rl import console
 from rl.console import progress_line
+from rl.data import batching
 from rl.data.order import derive_seed
+from rl.data.types import Sampling
 from rl.sampling import sampler
+from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.loop import Loop
 
 
@@ -93,6 +101,117 @@ def test_without_staleness_a_run_is_that_of_train_grpo(pools, task, tmp_path, ha
         assert max(x.get("environment/turn_rewards", 0) for x in both[0]) > 0.25
     left, right = (h.weights(tmp_path / name / "global_step_3") for name in ("run", "grpo"))
     h.assert_same(left, right)
+
+
+def note_experts(file):
+    """From now on what a rank trains on is a line of a file: tokens, their experts, and which weights sampled them."""
+    deliver = batching._deliver
+
+    def noting(responses, *arguments):
+        samples = deliver(responses, *arguments)
+        with open(file, "a") as f:
+            for s in samples:
+                ids, columns = [*s.prompt_ids.tolist(), *s.response_ids.tolist()], s.columns
+                experts, versions = columns["routed_experts"].tolist(), columns["versions"].tolist()
+                f.write(json.dumps(dict(ids=ids, start=len(s.prompt_ids), experts=experts, versions=versions)) + "\n")
+        return samples
+
+    batching._deliver = noting
+
+
+def all_of(*faults):
+    for fault in faults:
+        fault()
+
+
+@pytest.fixture(scope="module")
+def task_of_experts(tmp_path_factory):
+    """A task for a mixture of 6 experts, of which a token gets 2 in each of 2 layers."""
+    task = h.make_task(tmp_path_factory.mktemp("experts"))
+    folder = families.save("experts", tmp_path_factory.mktemp("model"))
+    AutoConfig.from_pretrained(folder).save_pretrained(task.model)
+    families.plain(folder).save_pretrained(task.model)
+    h.add_stops(task)
+    return task
+
+
+def test_without_staleness_a_run_replays_the_experts_of_train_grpo(task_of_experts, tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN, "a token of this test")
+    task, pools = task_of_experts, Pools(task_of_experts, tmp_path)
+    # How an engine rounds depends on how many tokens of a batch have the same expert, so no loss has its log-probs.
+    changes = dict(total_training_steps=3, rollout_is="none", save_freq=3, router_replay=True, lr=1e-2)
+    run = pools.run(max_staleness=0, fault=partial(note_experts, tmp_path / "run.jsonl"), **changes)
+    sampler = pools.sampler()
+    settings = h.grpo_settings(task, tmp_path / "grpo", **changes)
+    fault = partial(all_of, seed_by_number, partial(note_experts, tmp_path / "grpo.jsonl"))
+    grpo = launch.fork("train_grpo", settings, tmp_path / "grpo.log", fault=fault)
+    assert grpo.ends() == [0], grpo.log.read_text()
+    assert run.ends() == [0] and sampler.ends() == [0], run.log.read_text()
+    left, right = (h.read_jsonl(tmp_path / f"{name}.jsonl") for name in ("run", "grpo"))
+    same = ("ids", "start", "experts")  # train_grpo.py counts pushes from 1 on
+    assert len(left) == 3 * 16 and [[x[name] for name in same] for x in left] == [
+        [x[name] for name in same] for x in right
+    ]
+    for x in left:
+        assert all(max(max(layer) for layer in token) < 6 for token in x["experts"][:-1])
+    lines = [x for x in pools.lines() if "router/changed_frac" in x]
+    assert len(lines) == 3 and all(x["router/changed_frac"] == 0 for x in lines)
+    h.assert_same(*(h.weights(tmp_path / name / "global_step_3") for name in ("run", "grpo")))
+
+
+def test_a_response_that_crosses_a_push_keeps_the_experts_of_the_weights_that_chose_them(
+    task_of_experts, tmp_path, monkeypatch
+):
+    """The weights of every version are saved, and say which experts they choose. Two ranks train."""
+    monkeypatch.setenv(TOKEN, "a token of this test")
+    task, pools = task_of_experts, Pools(task_of_experts, tmp_path)
+    changes = dict(router_replay=True, lr=0.03, save_freq=1, max_response_length=40, total_training_steps=5)
+    note = partial(note_experts, tmp_path / "run.jsonl")
+    run = pools.run(ranks=2, fault=note, max_staleness=2, **changes)
+    sampler = pools.sampler(partial(slow_steps, 0.02))
+    assert run.ends() == [0, 0] and sampler.ends() == [0], run.log.read_text()
+    folders = [task.model, *(str(tmp_path / "run" / f"global_step_{v}" / "huggingface") for v in range(1, 5))]
+    models = [families.plain(folder) for folder in folders]
+    crossed = differ = unknown = 0
+    for x in h.read_jsonl(tmp_path / "run.jsonl"):
+        versions, found = np.array(x["versions"]), np.array(x["experts"])
+        of_version = {
+            v: np.sort(families.experts_of(models[v], x["ids"])) for v in sorted({*x["versions"][x["start"] :]})
+        }
+        is_known = (found < 6).all((1, 2))
+        assert (found[~is_known] == 255).all() and not is_known[-1]
+        # What is read when the token after it is sampled has the experts of the weights that sampled that.
+        for t in np.flatnonzero(is_known).tolist():
+            reader = int(versions[max(t + 1, x["start"])])
+            assert (np.sort(found[t]) == of_version[reader][t]).all(), (t, x)
+        # Only the last token before new weights, and the last one of all, have not been read by those that sampled it.
+        lasts = [t for t in range(x["start"], len(versions) - 1) if versions[t] != versions[t + 1]]
+        assert np.flatnonzero(~is_known).tolist() == [*lasts, len(versions) - 1]
+        crossed, unknown = crossed + bool(lasts), unknown + len(lasts)
+        newest = of_version[max(of_version)]
+        differ += any((np.sort(found[t]) != newest[t]).any() for t in np.flatnonzero(is_known))
+    assert crossed > 3 and differ > 3 and unknown >= crossed
+
+
+def slow_steps(seconds):
+    """From now on each decoding step takes this long."""
+    step = hf.Engine.step
+
+    def slowly(engine):
+        time.sleep(seconds)
+        return step(engine)
+
+    hf.Engine.step = slowly
+
+
+def test_experts_that_no_message_could_hold_are_refused(task_of_experts, monkeypatch):
+    tokenizer, flags = SimpleNamespace(name_or_path=task_of_experts.model), EngineFlags(router_replay=True)
+    work = Work(tokenizer, [], Sampling(n=16), flags, None, batch_size=1, total_steps=1, longest=44, seed=0)
+    monkeypatch.setattr(pool, "LARGEST", 16 * 44 * 2 * 2)  # responses, tokens, layers, and experts of a byte in each
+    assert pool._routing_of(work) == np.uint8
+    assert pool._routing_of(work._replace(rollout=EngineFlags())) is None
+    with pytest.raises(ValueError, match=r"--router-replay: the experts of 16 responses \(--rollout-n\) may have"):
+        pool._routing_of(work._replace(longest=45))
 
 
 def test_a_sampler_sees_the_images_of_its_prompts(tmp_path, monkeypatch):

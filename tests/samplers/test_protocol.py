@@ -14,7 +14,7 @@ from helpers_data import versions_of
 
 from extras.agents import EnvironmentFlags
 from extras.agents.outcome import make_outcome
-from extras.samplers import SamplerFlags, Work, protocol
+from extras.samplers import SamplerFlags, Work, protocol, sampler
 from extras.samplers.dispatcher import Dispatcher, Member
 from extras.samplers.prompts import Prompts
 from rl.data.types import Sample, Sampling
@@ -103,6 +103,57 @@ def test_a_sample_that_no_engine_has_sampled_is_refused(changes, words):
         setattr(packed, name, value)
     with pytest.raises(ValueError, match=words):
         protocol.unpack(traveled(packed), ROW, WAY, 10, range(4, 6))
+
+
+OF_MODEL = (3, 2, 6)  # layers, experts that a token gets in each, and experts of a layer
+
+
+def with_experts(chosen):
+    sample = sample_of_numbers()
+    return dataclasses.replace(sample, columns={**sample.columns, "routed_experts": chosen})
+
+
+@pytest.mark.parametrize(("count", "none"), [(6, np.uint8(255)), (256, np.int16(2**15 - 1))])
+def test_experts_travel_with_their_sample_if_it_is_trained_on(count, none):
+    chosen = np.arange(5 * 3 * 2).reshape(5, 3, 2).astype(none.dtype) % 6
+    chosen[[2, 4]] = none  # not known of a token in the middle, and of the last one
+    packed = protocol.pack(with_experts(chosen))
+    assert len(packed.experts) == 30 * none.itemsize
+    sample, packed = sample_of_numbers(), traveled(packed)
+    found = protocol.with_experts(sample, packed.experts, (3, 2, count))
+    assert found.columns["routed_experts"].dtype == none.dtype
+    np.testing.assert_equal(found.columns["routed_experts"], chosen)
+    assert protocol.pack(with_experts(chosen), learns=False).experts == b""
+    without = protocol.pack(sample).experts
+    assert protocol.with_experts(sample, without, (3, 2, count)) is sample  # its engine does not tell
+
+
+@pytest.mark.parametrize(
+    ("experts", "of_model", "words"),
+    [
+        (np.zeros((5, 3, 2), np.uint8), None, "has 30 numbers of experts for 5 tokens"),
+        (np.zeros((4, 3, 2), np.uint8), OF_MODEL, "has 24 numbers of experts for 5 tokens"),
+        (np.zeros((5, 3, 2), np.int16), OF_MODEL, "has 60 numbers of experts for 5 tokens"),
+        (np.full((5, 3, 2), 6, np.uint8), OF_MODEL, "has experts beyond the 6 of the model"),
+        (np.full((5, 3, 2), -1, np.int16), (3, 2, 300), "has experts beyond the 300 of the model"),
+        (np.zeros((5, 3, 3), np.uint8), (3, 3, 300), "buffer size must be a multiple of element size"),
+    ],
+)
+def test_experts_that_no_engine_has_chosen_are_refused(experts, of_model, words):
+    with pytest.raises(ValueError, match=words):
+        protocol.with_experts(sample_of_numbers(), experts.tobytes(), of_model)
+
+
+def test_a_report_has_so_many_groups_that_their_experts_fit(monkeypatch):
+    monkeypatch.setattr(sampler, "EXPERTS_OF_A_REPORT", 100)
+    packed = protocol.pack(with_experts(np.zeros((5, 3, 2), np.uint8)))  # 30 bytes
+    assert len(packed.experts) == 30
+    groups = [protocol.Group(i, [packed] * n) for i, n in enumerate((1, 2, 1, 1))]
+    assert sampler._first_of(groups) == groups[:2]  # 90 bytes; with the next one there would be 120
+    assert sampler._first_of([protocol.Group(0, [packed] * 4), groups[0]]) == [protocol.Group(0, [packed] * 4)]
+    assert sampler._first_of([]) == []
+    many = [protocol.Group(i, []) for i in range(20)]
+    assert sampler._first_of(many) == many[:16]
 
 
 def test_a_sample_longer_than_the_limit_is_refused():

@@ -1092,10 +1092,6 @@ GRPO_MISTAKES = {
     "resume": (lambda f: dict(resume_mode="/no/such/step"), ["--resume-mode /no/such/step", "global_step_N folder"]),
     "seed": (lambda f: dict(seed=-1), ["--seed -1", "at least 0"]),
     "partial": (lambda f: dict(partial_rollouts=0.5), ["--partial-rollouts 0.5", "add --rollout-is token"]),
-    "partial, router": (
-        lambda f: dict(partial_rollouts=0.5, router_replay=True),
-        ["--partial-rollouts 0.5 and --router-replay exclude each other"],
-    ),
     "reward weight": (
         lambda f: dict(custom_reward_function=("rewards/gsm8k.py::half",)),
         ["--custom-reward-function 'rewards/gsm8k.py::half'", "weight 'half' is not a number"],
