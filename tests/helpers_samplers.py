@@ -22,9 +22,10 @@ def ends_soon(seconds, fault):
         fault()
 
 
-def with_two_heads(task, folder):
+def with_two_heads(task, folder, **sizes):
     """The folder of an untrained model with which two ranks can share an engine, which is made."""
-    config = AutoConfig.from_pretrained(task.model, hidden_size=64, num_attention_heads=2, num_key_value_heads=2)
+    sizes |= dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=2)
+    config = AutoConfig.from_pretrained(task.model, **sizes)
     shutil.copytree(task.model, folder)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     shutil.copy(Path(task.model, "generation_config.json"), folder)  # which says what ends a response

@@ -295,6 +295,25 @@ def test_vllm_goes_on_with_new_weights_and_is_compared_after_each_push(task, tmp
         assert mixed and all(x["rollout/staleness_max"] <= 2 for x in mixed)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_sampler_whose_engine_does_not_tell_experts_leaves_them_to_the_router(task_of_experts, tmp_path, size):
+    """vLLM on a CPU tells none, and says so."""
+    h.needs_vllm()
+    sizes = dict(head_dim=32, moe_intermediate_size=32)  # which vLLM has kernels for
+    model = with_two_heads(task_of_experts, tmp_path / "model", **sizes)
+    changes = dict(model=model, engine="vllm", tensor_model_parallel_size=size, router_replay=True, max_staleness=2)
+    changes |= dict(samplers=1, max_num_seqs=32, max_response_length=48, lr=1e-2, total_training_steps=4)
+    settings = h.grpo_settings(task_of_experts, tmp_path / "run", **changes)
+    with the_only_shared_engine():
+        output = launch.run_file("train_async.py", *h.flags(settings), nproc=1)
+    assert output.count("--router-replay is off: vLLM's kernels on a CPU choose experts and do not tell which") == 1
+    assert "the run is complete" in output
+    lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert max(x["rollout/logprob_gap_mean"] for x in lines if "rollout/logprob_gap_mean" in x) < 1e-4
+    assert any("router/load_max" in x for x in lines) and not any("router/changed_frac" in x for x in lines)
+
+
 def test_a_sampler_that_waits_for_environments_is_busy():
     """More samplers would help then, as they do while the engine samples."""
     engine, loop = SimpleNamespace(is_idle=True), SimpleNamespace(step=lambda: time.sleep(0.05) or [])
