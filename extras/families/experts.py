@@ -20,6 +20,8 @@ arXiv 2101.03961), equations 4 to 6; transformers' `load_balancing_loss_func` ha
 """
 
 import contextlib
+import functools
+import importlib.util
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -264,7 +266,25 @@ def routing_in_vllm(path: str, ranks: Ranks) -> np.dtype | None:
         if ranks.is_main:
             say(f"--router-replay is off: {problem}")
         return None
+    if importlib.util.find_spec("vllm.distributed.aux_output_connector"):  # vLLM 0.26 has none
+        let_later_ranks_go_on()
     return unknown(shape_of(path)[2]).dtype
+
+
+@functools.cache
+def let_later_ranks_go_on() -> None:
+    """Let vLLM's schedulers expect experts on the first rank of an engine alone. vLLM gives them to that rank, and has
+    no scheduler on the others. Here every rank has one, and would fail.
+    """
+    from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+    from vllm.distributed.parallel_state import get_tp_group
+
+    take = AuxOutputSchedulerConnector.take_output
+
+    def take_if_first(connector: Any, request: Any, output: Any) -> Any:
+        return take(connector, request, output) if output is not None or get_tp_group().is_first_rank else None
+
+    AuxOutputSchedulerConnector.take_output = take_if_first
 
 
 def why_no_experts(on_cpu: bool) -> str:

@@ -70,6 +70,16 @@ BORROWED = [
         "are the fields of what the core returns",
     ),
     Borrowed(
+        "vllm.distributed.aux_output_connector.connector.AuxOutputSchedulerConnector.take_output",
+        "extras/families/experts.py",
+        "hands experts on, and is to go on without them on later ranks of an engine",
+    ),
+    Borrowed(
+        "vllm.distributed.parallel_state.get_tp_group",
+        "extras/families/experts.py",
+        "tells the first rank from later ones",
+    ),
+    Borrowed(
         "vllm.engine.arg_utils.EngineArgs", "extras/families/vision_in_vllm.py", "tells whether vLLM normalizes images"
     ),
     Borrowed("vllm.SamplingParams.all_stop_token_ids", "sampling/engines/vllm_scheduler.py", "ends a response"),

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import helpers_scripts as h
@@ -677,3 +678,20 @@ def test_replay_is_off_where_vllm_does_not_tell_experts(on_cpu, is_new, said, mo
     monkeypatch.setattr("vllm.config.VllmConfig", config)
     found = experts.why_no_experts(on_cpu)
     assert bool(found) == bool(said) and said in found
+
+
+def test_a_later_rank_of_an_engine_goes_on_without_experts(monkeypatch):
+    """vLLM gives them to the first rank only, and it must get them."""
+    connector = pytest.importorskip("vllm.distributed.aux_output_connector.connector").AuxOutputSchedulerConnector
+    monkeypatch.setattr(connector, "take_output", connector.take_output)
+    first, request = SimpleNamespace(is_first_rank=True), SimpleNamespace(request_id="1", num_tokens=4)
+    monkeypatch.setattr("vllm.distributed.parallel_state.get_tp_group", lambda: first)
+    experts.let_later_ranks_go_on.__wrapped__()
+    rows = np.arange(2 * 3 * 2, dtype=np.uint8).reshape(2, 3, 2)
+    given = {"1": SimpleNamespace(token_start=1, rows=rows)}
+    found = connector().take_output(request, given)
+    assert np.array_equal(found, rows)  # of tokens 1 and 2, since the last one has not been read
+    with pytest.raises(AssertionError):
+        connector().take_output(request, None)
+    first.is_first_rank = False
+    assert connector().take_output(request, None) is None
