@@ -61,19 +61,10 @@ ADVANTAGES = {
 }
 # The functions of --loss-mode make the loss (b, t) of each token, and is_clipped (b, t), from logp, old_logp,
 # advantages and mask (b, t). Each reads the values of those flags that it needs, and ignores the others.
-LOSSES = {
-    "ppo_clip": losses.ppo_clip,
-    "dppo_tv": losses.dppo_tv,
-    "dppo_kl": losses.dppo_kl,
-    "gspo": losses.gspo,
-    "luspo": losses.gspo,  # The mean is another one, see AGGREGATIONS.
-    "cispo": losses.cispo,
-    "sapo": losses.sapo,
-    "gmpo": losses.gmpo,
-    "clip_cov": losses.clip_cov,
-    "kl_cov": losses.kl_cov,
-    "policy_gradient": losses.policy_gradient,
-}
+LOSSES = {loss.__name__: loss for loss in (
+    losses.ppo_clip, losses.dppo_tv, losses.dppo_kl, losses.gspo, losses.cispo, losses.sapo, losses.gmpo, losses.vespo,
+    losses.dro, losses.clip_cov, losses.kl_cov, losses.policy_gradient,
+)} | {"luspo": losses.gspo}  # The mean of luspo is another one, see AGGREGATIONS.  # fmt: skip
 # These losses need the --loss-agg-mode of their paper. The others take any.
 AGGREGATIONS = {"gspo": "seq-mean-token-mean", "luspo": "seq-mean-token-sum", "gmpo": "seq-mean-token-mean"}
 
@@ -94,6 +85,7 @@ class Args(RL):  # with the groups of flags in rl/run/arguments.py, such as args
     loss_mode: Literal[*LOSSES] = "ppo_clip"  # This is the loss of a token. docs/variants.md explains each of these.
     tau_pos: Positive = 1.0  # In sapo this says how fast the gradient fades where the advantage is positive.
     tau_neg: Positive = 1.05  # In sapo this says the same where the advantage is negative.
+    dro_beta: Positive = 0.05  # In dro the distance from the old policy has this weight.
     # token-mean is the mean over all tokens (DAPO). The others first reduce each response to the sum of its tokens, to
     # their mean (paper of GRPO), or to the sum divided by --loss-scale-factor (Dr. GRPO), and then take the mean over
     # responses.
@@ -242,7 +234,8 @@ def main(args: Args) -> dict[str, float]:
         own_advantages = advantages_PG.reshape(len(responses), -1)[batch.rows]  # (b, K), or (b, 1)
         batch = replace(batch, advantages=at_turns(own_advantages, batch.response_mask))  # (b, T)
         # --top-entropy-quantile sets the advantages of tokens with less entropy to 0. clip_cov leaves out, and kl_cov
-        # holds back, tokens with a large covariance of log-prob and advantage. Without such flags nothing happens.
+        # holds back, tokens with a large covariance of log-prob and advantage. --echo-coef marks what tools and users
+        # said. Without such flags nothing happens.
         by_step = dict(sampling=sampling, seed=derive_seed(args.seed, step), ranks=ranks)
         batch = choose_tokens(args.selection, args.loss_mode, policy, batch, updates, **by_step)
         run.may_stop_after("adv")
@@ -251,8 +244,8 @@ def main(args: Args) -> dict[str, float]:
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, task.total_steps)
         optimizer.param_groups[0]["lr"] = lr
         of_loss = dict(clip_ratio_low=args.clip_ratio_low, clip_ratio_high=args.clip_ratio_high)
-        of_loss |= dict(clip_ratio_c=args.clip_ratio_c, tau_pos=args.tau_pos, tau_neg=args.tau_neg)
-        of_loss |= dict(ppo_kl_coef=args.selection.ppo_kl_coef)  # Each loss reads those that it needs.
+        of_loss |= dict(clip_ratio_c=args.clip_ratio_c, dro_beta=args.dro_beta)  # Each loss reads those that it needs.
+        of_loss |= dict(tau_pos=args.tau_pos, tau_neg=args.tau_neg, ppo_kl_coef=args.selection.ppo_kl_coef)
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # Both collect metrics for phase 6.
         for update in updates * args.ppo_epochs:  # the list of mini-batches, once for each epoch, in the same order
             # These count the whole mini-batch on all ranks, so the gradients of micro-batches and ranks add up.
@@ -262,9 +255,12 @@ def main(args: Args) -> dict[str, float]:
             for micro_rows in run.micro_batches(update):
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', t), as long as the longest of these rows
                 # mask is 1 for sampled tokens of scored responses. chosen has the tokens that clip_cov and kl_cov treat
-                # differently.
+                # differently. told is 1 for what tools and users said, with ECHO, which learns to predict it.
                 A, mask, chosen = micro.advantages, micro.response_mask, micro.columns.get("chosen")
-                logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
+                told = micro.columns.get("told", torch.zeros_like(mask))
+                wanted = replace(micro, response_mask=mask + told)
+                both, entropy = token_logprobs(policy, wanted, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
+                logp = both * mask
                 old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 
                 pg_loss, is_clipped = LOSSES[args.loss_mode](logp, old_logp, A, mask, chosen=chosen, **of_loss)
@@ -278,6 +274,10 @@ def main(args: Args) -> dict[str, float]:
                     loss = loss + args.kl.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": aggregate(kl, mask)})
                 loss = aggregate(loss, mask)
+                if args.selection.echo_coef:
+                    echo_loss = -aggregate(both, told)  # summed over what was told, and divided as the loss is
+                    loss = loss + args.selection.echo_coef * echo_loss
+                    means.over_updates({"actor/echo_loss": echo_loss})
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})

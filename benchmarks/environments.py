@@ -5,7 +5,7 @@
 For each task, this makes the data, and trains on imperfect demonstrations (SFT). Then it runs train_grpo.py from that
 checkpoint for each way and seed. At last it runs eval.py with the same flags on the last checkpoint, which must give
 the run's own last evaluation to the last digit. The way `without` has no --tools for the calculator. For the game it
-has --max-turns 1, which is a guess to which nothing is said.
+has --max-turns 1, which is a guess to which nothing is said. The way `echo` also learns what the calculator says.
 
 Steps that are finished are skipped, so the same command again goes on where it stopped. It leaves
 
@@ -42,12 +42,19 @@ class Task(NamedTuple):
     steps: int  # of train_grpo.py
     both: str  # flags of train_grpo.py and eval.py
     ways: dict[str, str]  # name -> more such flags
+    trains: dict[str, str] = {}  # name of a way -> script and its own flags, if not train_grpo.py
 
 
+CALCULATOR = "--tools environments/calculator.py --max-turns 4"
 CALLS = "--max-prompt-length 40 --max-response-length 80"
 TASKS = {
     "calculator": Task(
-        "calculator.py", 800, 60, CALLS, {"with": "--tools environments/calculator.py --max-turns 4", "without": ""}
+        "calculator.py",
+        800,
+        60,
+        CALLS,
+        {"with": CALCULATOR, "without": "", "echo": CALCULATOR},
+        {"echo": "train_grpo_variants.py --echo-coef 0.1"},
     ),
     "guess": Task(
         "guess.py",
@@ -67,6 +74,8 @@ TASKS = {
 class Args:
     tasks: tuple[str, ...] = tuple(TASKS)
     """These tasks are run, of calculator, guess and python."""
+    ways: tuple[str, ...] = ("with", "without", "echo")
+    """These ways of each task are run, if it has them."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """train_grpo.py runs with each of these seeds. Data and SFT have seed 0."""
     engine: str = "vllm"
@@ -101,7 +110,7 @@ def commands(name: str, way: str, seed: int, args: Args) -> dict[str, tuple[str,
     files, own = folder / "data/files", folder / f"{way}_{seed}"
     flags = f"--val-files {files}/test.parquet --engine {args.engine} {task.both} {task.ways[way]}"
     sft = f"sft.py --model {files}/model --train-files {files}/sft.parquet {SFT}"
-    train = f"train_grpo.py --model {folder}/sft/run/global_step_{task.sft_steps}/huggingface"
+    train = f"{task.trains.get(way, 'train_grpo.py')} --model {folder}/sft/run/global_step_{task.sft_steps}/huggingface"
     train = f"{train} --train-files {files}/train.parquet {flags} {TRAIN} {seed} --total-training-steps {task.steps}"
     evaluate = f"eval.py --model {own}/run/global_step_{task.steps}/huggingface {flags} --seed {seed}"
     return {
@@ -136,7 +145,7 @@ def main(args: Args) -> list[dict]:
     found = []
     for name in args.tasks:
         for seed in args.seeds:
-            for way in TASKS[name].ways:
+            for way in [x for x in TASKS[name].ways if x in args.ways]:
                 found.append(learn(name, way, seed, args))
                 x = found[-1]
                 print(f"{name:12}{way:9}seed {seed}   {x['before']:.4f} to {x['after']:.4f}   eval.py {x['eval']:.4f}")

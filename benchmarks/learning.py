@@ -93,6 +93,8 @@ LOSSES = {
     "--clip-ratio-high 0.05 --clip-ratio-c 20",
     "luspo": f"train_grpo_variants.py {FOUR_UPDATES} --loss-mode luspo --loss-agg-mode seq-mean-token-sum "
     "--clip-ratio-low 3e-4 --clip-ratio-high 4e-4",
+    "vespo": f"train_grpo_variants.py {FOUR_UPDATES} --loss-mode vespo",
+    "dro": f"train_grpo_variants.py {FOUR_UPDATES} --loss-mode dro",
     "clip_cov": f"train_grpo_variants.py {FOUR_UPDATES} --loss-mode clip_cov --clip-cov-ratio 0.02 --clip-cov-lb 0.1",
     "kl_cov": f"train_grpo_variants.py {FOUR_UPDATES} --loss-mode kl_cov --kl-cov-ratio 0.02",
 }

@@ -29,6 +29,9 @@ class TokenSelection:
     # kl_cov only: this share of a mini-batch's tokens, those with the largest covariance, gets a KL term.
     kl_cov_ratio: PositiveShare = 0.0002
     ppo_kl_coef: NotNegative = 1.0  # kl_cov only: that KL term has this weight.
+    # ECHO: the policy also learns to predict what tools and users say in a conversation. Each of these tokens has this
+    # weight. A usual one is 0.1.
+    echo_coef: NotNegative = 0.0
 
 
 def shuffled(num_rows: int, seed: int) -> list[int]:
@@ -49,8 +52,8 @@ def choose_tokens(
     seed: int,
     ranks: Any,
 ) -> Any:
-    """The batch with advantages only where the policy learns, and with the column `chosen`: see
-    `token_selection.choose`. All ranks must enter.
+    """The batch with advantages only where the policy learns, and with the columns `chosen` and `told`, if flags ask
+    for them. See `token_selection.choose`. All ranks must enter.
     """
     from extras.variants import token_selection
 

@@ -51,7 +51,7 @@ def choose(
     --top-entropy-quantile q: of the n tokens of the step, the int(q * n) with the largest entropy keep their
     advantages. Those of the others become 0 (Beyond the 80/20 Rule, arXiv 2506.01939). A loss of RULES: of the n tokens
     of each mini-batch, max(1, int(share * n)) are marked in the column `chosen`. clip_cov draws them among those with a
-    covariance between its bounds, and kl_cov takes those with the largest covariance.
+    covariance between its bounds, and kl_cov takes those with the largest covariance. --echo-coef: the column `told`.
 
     Args: loss_mode, one of RULES or any other; batch with advantages and, for one of RULES, old_logp; entropies,
     (batch, updates) -> (B, T); seed, of the run and the step. All ranks must enter.
@@ -76,7 +76,21 @@ def choose(
                 decides, among, share = cov, in_update.bool(), flags.kl_cov_ratio
             chosen |= largest(decides, among, max(1, int(share * update.num_tokens)), ranks, ties=chance)
         batch = replace(batch, columns={**batch.columns, "chosen": chosen})
+    if flags.echo_coef:
+        batch = replace(batch, columns={**batch.columns, "told": told(batch)})
     return batch
+
+
+def told(batch: Batch) -> Tensor:
+    """What tools and users said in the responses from which the policy learns: (b, T), 1 for these tokens and else 0.
+    They are the tokens that the policy did not sample, after the first one that it did. So what an environment says
+    before the first turn, which no action has caused, does not count. A response without a score has none.
+
+    Source: ECHO, arXiv 2605.24517, which learns to predict them. Its paper is about what terminals return.
+    """
+    mask = batch.response_mask
+    is_real = torch.arange(mask.shape[1], device=mask.device) < batch.lengths[:, None]
+    return ((mask.cumsum(1) > 0) & (mask == 0) & is_real).to(mask.dtype)
 
 
 def fixed_entropies(model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling) -> Tensor:

@@ -204,6 +204,42 @@ def gmpo(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, *
     return _keep(row_loss.expand_as(logp), mask), _keep((bounded < free).to(logp.dtype), mask)
 
 
+def vespo(logp, old_logp, advantages, mask, *, vespo_pos=(2.0, 3.0), vespo_neg=(3.0, 2.0), **_) -> Loss:
+    """Policy gradient under a weight that is largest near the old policy and fades on both sides, softly.
+
+    -sg(phi(W)) * A * logp, phi(W) = exp(lam) * W^k * exp(-lam * W), W = exp(sum_t delta_t) of the whole sequence, the
+    sum within [-20, 20]. So phi(1) = 1. (k, lam) is vespo_pos where A >= 0, and vespo_neg where A < 0. The sum is not
+    divided by the length, so W leaves 1 quickly in long sequences. Nothing is clipped.
+
+    Source: VESPO, arXiv 2602.10693. The values of k and lam are those that the code of its authors takes by default,
+    and TRL too. The authors' code puts a correction for the engine's log-probs into W. Here, as with all losses, it is
+    a factor of its own.
+    """
+    check_shapes(logp, old_logp, advantages, mask)
+    live = _keep(logp, mask)
+    sequence = (live.detach() - _keep(old_logp.detach(), mask)).sum(-1, keepdim=True)
+    sequence = sequence.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    pairs = zip(vespo_pos, vespo_neg, strict=True)
+    k, lam = (torch.where(advantages < 0, neg, torch.full_like(advantages, pos)) for pos, neg in pairs)
+    phi = (lam + k * sequence - lam * sequence.exp()).exp()
+    return _keep(-phi * advantages * live, mask), torch.zeros_like(logp)
+
+
+def dro(logp, old_logp, advantages, mask, *, dro_beta=0.05, **_) -> Loss:
+    """Policy gradient that pays for the distance from the old policy, without a ratio and without a clip.
+
+    -A * logp + dro_beta / 2 * delta^2. Its gradient is -(A - dro_beta * delta), so it is 0 where the policy has moved
+    by delta = A / dro_beta. Nothing is clipped.
+
+    Source: Offline Regularised RL for LLM Alignment (DRO), arXiv 2405.19107, and verl. The paper squares the sum over a
+    response, and learns a value in the place of the baseline. Here, as in verl, each token is squared on its own.
+    """
+    check_shapes(logp, old_logp, advantages, mask)
+    live = _keep(logp, mask)
+    delta = live - _keep(old_logp.detach(), mask)
+    return _keep(-advantages * live + dro_beta / 2 * delta**2, mask), torch.zeros_like(logp)
+
+
 def clip_cov(logp, old_logp, advantages, mask, *, chosen, clip_ratio_low, clip_ratio_high, **_) -> Loss:
     """Clipped surrogate of PPO, and a loss of 0 on tokens that are `chosen` (B, T) bool, so that these do not push.
 

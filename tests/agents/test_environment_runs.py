@@ -12,9 +12,11 @@ import helpers_scripts as h
 import launch
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import eval as evaluation
 import train_grpo
+import train_grpo_variants
 from rl.flags import build
 from rl.ranks import init_ranks
 from rl.sampling.loop import Loop, Trajectory
@@ -166,6 +168,29 @@ def test_each_turn_is_compared_with_the_same_turn_of_its_group(paid):
         told = "".join(text for text, m in zip(x["tokens"]["text"], x["tokens"]["mask"], strict=True) if not m)
         assert told.count("user\non") == sum(message["content"] == "on" for message in x["messages"]) == x["turns"] - 1
         assert x["environment"]["seconds"] > 0
+
+
+def test_with_echo_the_policy_also_learns_what_the_environment_said(paid, task, monkeypatch):
+    plain, _ = paid("grpo_variants")
+    seen, compute = [], train_grpo_variants.token_logprobs
+    monkeypatch.setattr(train_grpo_variants, "token_logprobs", lambda p, b, **k: seen.append(b) or compute(p, b, **k))
+    metrics, [record, *_] = paid("grpo_variants", echo_coef=0.5)
+    model = AutoModelForCausalLM.from_pretrained(task.model)
+    total, count, sampled = 0.0, 0, 0.0
+    for batch in seen:  # of the only update, on the weights with which the run began
+        told = batch.columns["told"]
+        sampled += (batch.response_mask - told).sum().item()
+        logits = model(batch.input_ids).logits.log_softmax(-1)
+        for i, t in told.nonzero().tolist():
+            total, count = total - logits[i, t - 1, batch.input_ids[i, t]].item(), count + 1
+    opening = record["tokens"]["mask"].index(1)  # tokens before the first turn, which are not learned
+    assert count == (metrics["environment/observation_tokens"] - opening) * 16 > 40 and opening > 5
+    assert metrics["actor/echo_loss"] == pytest.approx(total / sampled, rel=1e-5) and total / sampled > 0.1
+    assert metrics["actor/loss"] == pytest.approx(plain["actor/loss"] + 0.5 * metrics["actor/echo_loss"], rel=1e-4)
+    for name in ("critic/score/mean", "actor/pg_loss", "actor/entropy", "response_length/mean"):
+        assert metrics[name] == pytest.approx(plain[name], abs=1e-6)
+    assert metrics["actor/grad_norm"] != pytest.approx(plain["actor/grad_norm"], rel=0.01)
+    assert "actor/echo_loss" not in plain
 
 
 def test_by_trajectory_all_turns_get_what_the_response_earned_in_all(paid):

@@ -30,6 +30,8 @@ POLICY = {
     "cispo": losses.cispo,
     "sapo": losses.sapo,
     "gmpo": losses.gmpo,
+    "vespo": losses.vespo,
+    "dro": losses.dro,
     "policy_gradient": losses.policy_gradient,
     "clip_cov": of_some(losses.clip_cov),
     "kl_cov": of_some(losses.kl_cov),
@@ -81,6 +83,8 @@ def token_reference(name, logp, old, adv, row_mean, c):
     ratio, low, high = math.exp(logp - old), 0.8, 1.28
     if name == "policy_gradient":
         return -adv * logp, 0.0, -adv
+    if name == "dro":
+        return -adv * logp + 0.025 * (logp - old) ** 2, 0.0, -adv + 0.05 * (logp - old)
     if name == "cispo":
         weight = min(max(ratio, low), high)
         return -weight * adv * logp, float(weight != ratio), -weight * adv
@@ -116,7 +120,7 @@ def token_reference(name, logp, old, adv, row_mean, c):
     return -adv * ratio, 0.0, -adv * ratio
 
 
-@pytest.mark.parametrize("name", [x for x in POLICY if x != "gmpo"])
+@pytest.mark.parametrize("name", [x for x in POLICY if x not in ("gmpo", "vespo")])
 @pytest.mark.parametrize("c", [None, 1.5])
 def test_policy_losses_match_loop_reference(name, c):
     logp, old_logp, advantages, mask = token_batch()
@@ -129,7 +133,7 @@ def test_policy_losses_match_loop_reference(name, c):
             token = [x[i, t].item() for x in (logp, old_logp, advantages)]
             expected[i][t] = list(token_reference(name, *token, sum(deltas) / len(deltas), c))
     check(torch.stack([loss, clipped, grad], dim=-1), expected)
-    if name not in ("sapo", "policy_gradient"):
+    if name not in ("sapo", "dro", "policy_gradient"):
         assert 0 < clipped.sum() < mask.sum()
 
 
@@ -270,6 +274,43 @@ def test_gmpo_mean_of_rows_is_the_objective_of_the_paper():
     assert actual.item() == pytest.approx(expected, rel=1e-12)
 
 
+def test_vespo_matches_loop_reference():
+    logp, old_logp, advantages, mask = token_batch()
+    advantages = advantages + 2 * torch.randn_like(advantages)  # the sign may differ within a row
+    loss, clipped, grad = gradient(losses.vespo, logp, old_logp, advantages, mask, **CLIPS)
+    expected = [[[0.0, 0.0, 0.0] for _ in row] for row in logp]
+    for i in range(len(logp)):
+        valid = [t for t, m in enumerate(mask[i].tolist()) if m]
+        W = math.prod(math.exp(logp[i, t] - old_logp[i, t]) for t in valid)
+        for t in valid:
+            A = advantages[i, t].item()
+            k, lam = (2, 3) if A >= 0 else (3, 2)
+            slope = -math.exp(lam) * W**k * math.exp(-lam * W) * A
+            expected[i][t] = [slope * logp[i, t].item(), 0.0, slope]
+    check(torch.stack([loss, clipped, grad], dim=-1), expected)
+
+
+def test_vespo_by_hand():
+    # two tokens of ratio 2 make W = 4, of ratio 1/2 W = 1/4; phi(4) = e^3 4^2 e^-12, phi(1/4) = e^2 / 64 e^(-1/2)
+    logp, args = f64([[2.0, 2.0], [0.5, 0.5]]).log(), (torch.zeros(2, 2).double(), f64([[1, 1], [-1, -1]]))
+    _, _, grad = gradient(losses.vespo, logp, *args, torch.ones(2, 2))
+    check(grad, [[-16 * math.exp(-9)] * 2, [math.exp(1.5) / 64] * 2])
+    _, _, grad = gradient(losses.vespo, logp, *args, torch.ones(2, 2), vespo_pos=(1, 1), vespo_neg=(1, 0))
+    check(grad, [[-4 * math.exp(-3)] * 2, [1 / 4] * 2])
+    far = gradient(losses.vespo, logp * 100, *args, torch.ones(2, 2))
+    assert all(x.isfinite().all() for x in far) and far[2].abs().max() < 1e-9
+
+
+def test_dro_by_hand():
+    # the policy has moved by log 2, up and down. With beta 2, A = 2 log 2 is where the gradient ends.
+    logp, A = f64([[2.0, 0.5]]).log(), 2 * math.log(2)
+    loss, _, grad = gradient(
+        losses.dro, logp, torch.zeros(1, 2).double(), f64([[A, A]]), torch.ones(1, 2), dro_beta=2.0
+    )
+    check(loss, [[-A * math.log(2) + math.log(2) ** 2, A * math.log(2) + math.log(2) ** 2]])
+    check(grad, [[0.0, -2 * A]])
+
+
 def test_chosen_tokens_by_hand():
     # ratios 1.5 and 0.5; the first token of each row is chosen
     logp, old_logp = f64([[1.5, 1.5], [0.5, 0.5]]).log(), torch.zeros(2, 2, dtype=torch.float64)
@@ -313,7 +354,7 @@ def test_policy_losses_let_no_gradient_into_old_logp(name):
     assert old_logp.grad is None and not clipped.requires_grad
 
 
-@pytest.mark.parametrize("name", ["gspo", "cispo", "sapo", "gmpo", "policy_gradient"])
+@pytest.mark.parametrize("name", ["gspo", "cispo", "sapo", "gmpo", "vespo", "dro", "policy_gradient"])
 def test_policy_losses_ignore_the_dual_clip(name):
     batch = token_batch(spread=2.0)
     for first, second in zip(
@@ -322,7 +363,7 @@ def test_policy_losses_ignore_the_dual_clip(name):
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("name", ["sapo", "policy_gradient"])
+@pytest.mark.parametrize("name", ["sapo", "vespo", "dro", "policy_gradient"])
 def test_policy_losses_without_a_clip_ignore_the_clip_ratios(name):
     batch = token_batch()
     for first, second in zip(POLICY[name](*batch, **CLIPS), POLICY[name](*batch), strict=True):

@@ -318,7 +318,9 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
     common |= dict(val_n=2, val_temperature=1.0)
     changes = {"train_grpo": dict(use_kl_loss=True), "train_grpo_variants": both_kl, "train_ppo": both_kl}
     (folder / "game.py").write_text(GAME)
-    changes["train_grpo_variants"] |= dict(environment=str(folder / "game.py"), max_response_length=24)
+    with_game = dict(environment=str(folder / "game.py"), max_response_length=24)
+    changes["train_ppo"] = both_kl | with_game
+    changes["train_grpo_variants"] = both_kl | with_game | {"echo_coef": 0.1}
     changes |= {"train_dapo": {}, "train_dpo": {}}
     shutil.copytree(task.model, folder / "experts")
     families.save("experts", folder / "experts")

@@ -38,7 +38,7 @@ LIMITS = {
     "train_distill.py": 167,
     "train_dpo.py": 173,
     "train_grpo.py": 127,
-    "train_grpo_variants.py": 215,
+    "train_grpo_variants.py": 214,
     "train_ppo.py": 194,
     "train_prime.py": 195,
     "train_reinforce.py": 186,
@@ -72,6 +72,8 @@ ALLOWANCES: list[tuple[str, int, str]] = [
     ("wall", 2, "Ranks and models that --sequence-parallel-size cannot divide are refused before a model is loaded."),
     # What extras/sequence_parallel needs of the core. The issue that asked for it granted 150 lines.
     ("core", 18, "Ranks that train on the same rows are told from those that sample, and a row from its slices."),
+    # Losses that were asked for, on the shelf of formulas. That issue granted 60 lines, with --dtype float16.
+    ("core", 14, "The losses vespo and dro."),
 ]
 
 DOOR = 60  # code lines that the door of an extra may have

@@ -35,6 +35,18 @@ def test_rules_by_hand(world):
     assert {len(x) for x in places} == {1} and {x for [x] in places} == {4, 5, 6, 7}
 
 
+def test_told_is_what_was_not_sampled_after_the_first_sampled_token(world):
+    """Prompt 2, then sampled and told tokens, then padding. The third response has no score, so its mask is 0."""
+    mask = torch.tensor([[0, 0, 1, 1, 0, 0, 1, 0], [0, 0, 1, 0, 0, 0, 0, 0], [0] * 8, [0, 0, 1, 1, 1, 1, 1, 1]]).float()
+    lengths, ids = torch.tensor([7, 5, 8, 8]), torch.zeros(4, 8, dtype=torch.long)
+    batch = Batch(ids, lengths, mask, mask, advantages=mask, rows=torch.arange(4))
+    told = [[4, 5], [3, 4], [], []]
+    with_echo = token_selection.choose(TokenSelection(echo_coef=0.1), "ppo_clip", batch, [], None, seed=0, ranks=world)
+    assert [row.nonzero().flatten().tolist() for row in with_echo.columns["told"]] == told
+    assert with_echo.columns["told"].dtype == torch.float32 and torch.equal(with_echo.response_mask, mask)
+    assert "told" not in token_selection.choose(TokenSelection(), "dro", batch, [], None, seed=0, ranks=world).columns
+
+
 def test_chance_depends_on_seed_row_and_place_alone():
     torch.manual_seed(0)
     first = token_selection.uniform(range(200), 50, seed=3)
