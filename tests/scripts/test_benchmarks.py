@@ -327,6 +327,9 @@ def test_runs_with_environments_and_their_evaluations_have_the_same_flags(name, 
         assert {x: flat(other)[x] for x in both} == {x: vars(run)[x] for x in both}
     answered = found["with"]
     assert (answered.tools or answered.environment) and answered.max_turns >= 4
+    if echo := found.pop("echo", None):
+        assert {x for x in vars(answered) if vars(echo)[x] != vars(answered)[x]} == {"script", "default_local_dir"}
+        assert echo.echo_coef == 0.1 and echo.adv_estimator == "grpo" and echo.loss_mode == "ppo_clip"
     for run in (found[way] for way in found if way != "with"):
         differ = {x for x in vars(run) if vars(run)[x] != vars(answered)[x]}
         assert differ == {"max_turns", "default_local_dir"} | ({"tools"} if answered.tools else set())
