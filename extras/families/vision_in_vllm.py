@@ -35,7 +35,7 @@ class ImagePrompts(Prompts):
         """One token for an image, which vLLM makes as many as its features, and the image itself."""
         collapsed, numbers = self.images.collapsed(ids)
         if not numbers:
-            return {"prompt_token_ids": collapsed}
+            return {"type": "token", "prompt_token_ids": collapsed}
         pictures = {"image": [self.images.picture(k) for k in numbers]}
         names = {"image": [f"image-{k}" for k in numbers]}  # instead of hashes of the pixels
         return {"prompt_token_ids": collapsed, "multi_modal_data": pictures, "multi_modal_uuids": names}

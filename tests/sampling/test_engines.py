@@ -584,7 +584,14 @@ def test_a_sample_is_what_the_engine_completed():
     trajectory.take(Completion(request, 0, [6, 5], [-1.0, -2.0], columns=again), 6)
     s, NONE = trajectory.sample(), np.iinfo(np.int32).max
     assert s.columns["versions"].tolist() == [NONE, NONE, 3, 3, 3, NONE, NONE, 6, 6]
-    assert s.columns["experts"].tolist() == [0, 1, 2, 3, 54, 55, 56, 57, 127]  # what is known already stays
+    # What is known already stays. What other weights than those of version 3 say of its last token is not known.
+    assert s.columns["experts"].tolist() == [0, 1, 2, 3, 127, 55, 56, 57, 127]
+    trajectory.tell([4])
+    again = {"experts": [np.arange(70, 80, dtype=np.int8)]}
+    trajectory.take(Completion(request, 0, [3], [-1.0], columns=again), 6)  # no push in between
+    s = trajectory.sample()
+    assert s.columns["experts"].tolist() == [0, 1, 2, 3, 127, 55, 56, 57, 78, 79, 127]
+    assert s.columns["versions"].tolist()[-4:] == [6, 6, NONE, 6]
 
 
 @pytest.mark.parametrize("logprobs", [[-0.5], [-0.5, math.nan], [-math.inf, -1.0], [-0.5, -1.0, -2.0], []], ids=str)

@@ -38,8 +38,8 @@ class Prompts:
     may_be_cut = True  # whether vLLM may read a prompt in parts
 
     def of(self, ids: Sequence[int]) -> dict[str, Any]:
-        """vLLM's prompt, of token ids."""
-        return {"prompt_token_ids": list(ids)}
+        """vLLM's prompt, of token ids. Its type says that there is nothing to tokenize or to render."""
+        return {"type": "token", "prompt_token_ids": list(ids)}
 
     def check(self, ids: Sequence[int], read: list[int]) -> None:
         """Raise RuntimeError if vLLM has `read` other tokens than a model of the trainer would read."""
