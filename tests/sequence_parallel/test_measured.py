@@ -48,6 +48,7 @@ def test_agreement_is_rounding(tmp_path):
         assert 0 < line["beside_degree_1"]["gradients"] < alone["beside_float32"]["gradients"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("degree", [1, 2])
 def test_a_step_has_its_tokens_and_what_was_planned(lines, degree):
     line = of(lines, "step", degree=degree)
@@ -66,6 +67,7 @@ def test_a_step_has_its_tokens_and_what_was_planned(lines, degree):
     assert line["used_gib"] == 0  # there is no GPU
 
 
+@pytest.mark.thorough
 def test_exchanges_are_counted(lines):
     """At degree 2 there are two of them in the forward pass of a layer, which is made twice, and two backward."""
     alone, sliced = (of(lines, "share", degree=degree) for degree in (1, 2))
@@ -78,6 +80,7 @@ def test_exchanges_are_counted(lines):
     assert alone["calls"]["all-gather"] == sliced["calls"]["all-gather"] == 1 + 2 * LAYERS
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("degree", [1, 2])
 def test_graphs_are_compiled_once(lines, degree):
     line = of(lines, "graphs", degree=degree)
