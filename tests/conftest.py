@@ -54,6 +54,7 @@ LONGEST = (
     "test_reinforce",
     "test_style",
     "test_distill",
+    "test_self_distill",
     "test_offload",
     "test_docs",
     "test_elsewhere",

@@ -47,6 +47,7 @@ SCRIPTS = (
     "train_reinforce",
     "train_dpo",
     "train_distill",
+    "train_self_distill",
     "train_prime",
     "train_async",
     "sft",

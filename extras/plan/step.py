@@ -123,6 +123,7 @@ def simulated(run: Setting, work: Work, in_flight: int) -> simulation.Args:
 def phase_s(run: Setting, work: Work, phase: Phase) -> float:
     """Seconds of a phase's passes on each rank, and of its optimizer steps."""
     lengths, rows, where = work.lengths, work.rows / run.load.ranks, (run.load, run.way, run.card)
+    lengths = lengths if phase.prompt is None else lengths._replace(prompt=phase.prompt)
     tokens = rows * (lengths.prompt / work.same_prompt + lengths.response)
     parts = phase.updates / phase.times if phase.learns else 1  # of the rows, in a pass over them
     micro_batches = math.ceil(parts * max(1, math.ceil(tokens / parts / (FILLED * run.way.tokens))))

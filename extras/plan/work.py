@@ -22,6 +22,7 @@ class Phase(NamedTuple):
     learns: bool = False  # forward and backward passes, and steps of AdamW. Otherwise there are forward passes only.
     times: int = 1  # passes over the rows
     updates: int = 1  # into which these are divided, each with a step of AdamW
+    prompt: float | None = None  # mean tokens of a prompt, if it is another one than that which is answered
 
 
 class Work(NamedTuple):
@@ -64,7 +65,11 @@ def work_of(args: Any, response_length: float | None) -> Work:
         evaluations = (math.ceil(steps / every) if every > 0 else 0) + evaluates_first
     if samples and (every > 0 or evaluates_first) and data.held_out is None:
         assumed.append(f"--val-files {' '.join(v['val_files'])} cannot be read, so no evaluation is counted")
-    phases = tuple(_phases(args, v))
+    hinted = data.hinted
+    if "hint_key" in v and hinted is None:
+        hinted = float(v["max_hinted_prompt_length"])
+        assumed.append(f"every prompt with its hint has --max-hinted-prompt-length {hinted:g} tokens")
+    phases = tuple(_phases(args, v, hinted))
     return Work(prompts, answers, rows, same, lengths, phases, tuple(assumed), steps, questions, evaluations)
 
 
@@ -117,7 +122,7 @@ def _counts(args: Any, v: dict[str, Any], samples: bool) -> tuple[int, int, int,
     return prompts, answers, batch * n, n
 
 
-def _phases(args: Any, v: dict[str, Any]) -> list[Phase]:
+def _phases(args: Any, v: dict[str, Any], hinted: float | None) -> list[Phase]:
     models = models_of(args)
     policy, critic, prm = (models.get(role) for role in ("policy", "critic", "prm"))
     if "ppo_epochs" not in v:
@@ -126,7 +131,7 @@ def _phases(args: Any, v: dict[str, Any]) -> list[Phase]:
     mini = v["ppo_mini_batch_size"] or (math.ceil(v["train_batch_size"] / 4) if quarter else v["train_batch_size"])
     epochs = v["ppo_epochs"]
     updates = epochs * math.ceil(v["train_batch_size"] / mini)
-    old = updates > 1 and "pairs" not in v and v.get("proximal_policy", "recomputed") == "recomputed"
+    old = updates > 1 and "pairs" not in v and hinted is None and v.get("proximal_policy", "recomputed") == "recomputed"
     if "gamma" in v and not critic:
         old = old or v["use_kl_in_reward"] or v["adv_estimator"] == "optimal_token_baseline"
     phases = [Phase("reward", models["judge"])] if "judge" in models else []
@@ -134,6 +139,8 @@ def _phases(args: Any, v: dict[str, Any]) -> list[Phase]:
     phases += [Phase("old_log_prob", policy)] if old else []
     phases += [Phase("ref", models[role]) for role in ("reference", "teacher") if role in models]
     phases += [Phase("prm", prm), Phase("prm", prm, learns=True)] if prm else []
+    # The policy itself reads the prompts with hints, as often as it learns.
+    phases += [Phase("update_actor", policy, times=epochs, prompt=hinted)] if hinted is not None else []
     learning = [critic, policy] if critic else [policy]
     return phases + [Phase("update_actor", model, learns=True, times=epochs, updates=updates) for model in learning]
 
@@ -149,6 +156,7 @@ class Data(NamedTuple):
     prompt: float | None  # mean tokens of a prompt
     response: float | None  # mean tokens of a given response
     notes: tuple[str, ...]
+    hinted: float | None = None  # mean tokens of a prompt with its hint
 
 
 def look_at(args: Any, v: dict[str, Any]) -> Data:
@@ -157,11 +165,11 @@ def look_at(args: Any, v: dict[str, Any]) -> Data:
     if rows is None:
         return Data(None, held_out, None, None, (f"--train-files {' '.join(v['train_files'])} cannot be read",))
     try:
-        prompt, response = mean_lengths(args, v, first_rows(Path(v["train_files"][0])))
+        prompt, response, hinted = mean_lengths(args, v, first_rows(Path(v["train_files"][0])))
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return Data(rows, held_out, None, None, (f"lengths of the data are not known ({reason})",))
-    return Data(rows, held_out, prompt, response, ())
+    return Data(rows, held_out, prompt, response, (), hinted)
 
 
 def count(files: tuple[str, ...]) -> int | None:
@@ -195,9 +203,12 @@ def first_rows(file: Path) -> list[dict]:
         return [json.loads(line) for line, _ in zip(lines, range(LOOKED_AT), strict=False) if line.strip()]
 
 
-def mean_lengths(args: Any, v: dict[str, Any], rows: list[dict]) -> tuple[float, float | None]:
-    """Mean tokens of prompts, and of responses that the data has, of some rows. Raises as the readers of data do."""
+def mean_lengths(args: Any, v: dict[str, Any], rows: list[dict]) -> tuple[float, float | None, float | None]:
+    """Mean tokens of prompts, of responses that the data has, and of prompts with hints, of some rows. Raises as the
+    readers of data do.
+    """
     from extras.demonstrations import mean_tokens
+    from extras.self_distillation import add_hints
     from rl.data.encode import encode_prompts
     from rl.data.rows import read_rows
     from rl.data.template import load_tokenizer
@@ -209,10 +220,13 @@ def mean_lengths(args: Any, v: dict[str, Any], rows: list[dict]) -> tuple[float,
         file = Path(folder) / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         if v.get("offline") or "ppo_epochs" not in v:
-            return mean_tokens(tokenizer, file, pairs=v.get("offline") or is_of_rewards(args))
+            return *mean_tokens(tokenizer, file, pairs=v.get("offline") or is_of_rewards(args)), None
         encoded = encode_prompts(tokenizer, read_rows([file]))
-        lengths = [len(row["prompt_ids"]) for row in encoded]
-    return mean([x for x in lengths if x <= v["max_prompt_length"]] or lengths), None
+        lengths, hinted = [len(row["prompt_ids"]) for row in encoded], None
+        if "hint_key" in v:
+            options = dict(max_length=v["max_hinted_prompt_length"], drops_overlong=True, partner=None)
+            hinted = mean([len(row["hinted_ids"]) for row in add_hints(args.hints, encoded, tokenizer, **options)])
+    return mean([x for x in lengths if x <= v["max_prompt_length"]] or lengths), None, hinted
 
 
 def mean(numbers: list[int]) -> float:

@@ -78,7 +78,7 @@ def same_run(one, two, steps):
     h.assert_same(h.saved_state(one / f"global_step_{steps}"), h.saved_state(two / f"global_step_{steps}"))
 
 
-SCRIPTS = ["grpo", "ppo", "dapo", "reinforce", "prime", "dpo", "distill"]
+SCRIPTS = ["grpo", "ppo", "dapo", "reinforce", "prime", "dpo", "distill", "self_distill"]
 
 
 @pytest.mark.parametrize("script", h.some(SCRIPTS, "ppo", "dapo"))

@@ -22,7 +22,19 @@ from extras.plan.cards import GIB, KINDS, named
 from rl.flags import change, flat
 from rl.run.clock import Clock
 
-NAMES = ("grpo", "grpo_variants", "ppo", "dapo", "reinforce", "dpo", "distill", "prime", "async", "reward")
+NAMES = (
+    "grpo",
+    "grpo_variants",
+    "ppo",
+    "dapo",
+    "reinforce",
+    "dpo",
+    "distill",
+    "self_distill",
+    "prime",
+    "async",
+    "reward",
+)
 TRAINING = {name: importlib.import_module(f"train_{name}") for name in NAMES} | {"sft": importlib.import_module("sft")}
 SIZE = dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2)  # of 0.5B
 H100 = named("h100x1")
@@ -218,6 +230,24 @@ def test_the_data_give_the_steps_and_the_lengths(tmp_path):
     assert missing.steps is None and missing.lengths.prompt == 64
     assert any("--total-training-steps" in text for text in missing.assumed)
     assert work.work_of(change(args, train_files=("none.jsonl",), total_training_steps=7), 4).steps == 7
+
+
+def test_self_distillation_also_reads_the_prompts_with_hints(tmp_path, model):
+    task = h.make_task(tmp_path)
+    args = h.build(TRAINING["self_distill"].Args, **h.self_distill_settings(task, tmp_path / "run", ppo_epochs=2))
+    found = work.work_of(args, None)
+    assert [(x.name, x.learns, x.times, x.updates) for x in found.phases] == [
+        ("update_actor", False, 2, 1), ("update_actor", True, 2, 2),
+    ]  # fmt: skip
+    rows = h.pq.read_table(task.train).to_pylist()  # a character is a token, and there is a line break
+    assert found.phases[0].prompt - found.lengths.prompt == 1 + work.mean(
+        [len(row["extra_info"]["answer"]) for row in rows]
+    )
+    missing = work.work_of(change(args, train_files=("none.jsonl",)), None)
+    assert missing.phases[0].prompt == 68
+    assert "every prompt with its hint has --max-hinted-prompt-length 68 tokens" in missing.assumed
+    longer, shorter = (step("self_distill", model, max_hinted_prompt_length=n).phases for n in (4096, 1024))
+    assert longer["update_actor"] > 1.3 * shorter["update_actor"]
 
 
 def test_held_out_files_that_cannot_be_read_are_named(tmp_path):

@@ -27,6 +27,7 @@ import train_ppo
 import train_prime
 import train_reinforce
 import train_reward
+import train_self_distill
 from extras import help as help_boxes
 from extras.lora import LoRA
 from extras.plan import settle
@@ -49,6 +50,7 @@ TRAINING = {
     "reinforce": train_reinforce,
     "dpo": train_dpo,
     "distill": train_distill,
+    "self_distill": train_self_distill,
     "prime": train_prime,
     "sft": sft,
     "reward": train_reward,
@@ -78,6 +80,7 @@ LIMITS = {
     "at least 1": """
         train_batch_size ppo_mini_batch_size gen_batch_size max_num_gen_batches max_samples
         total_epochs total_training_steps max_prompt_length max_response_length max_length reward_model_max_length
+        max_hinted_prompt_length
         max_turns max_tool_response_length fsdp_size sequence_parallel_size
         max_ckpt_to_keep kl_horizon ppo_max_token_len_per_gpu max_token_len_per_gpu ref_update_steps lora_alpha
     """,

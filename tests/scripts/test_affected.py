@@ -22,6 +22,7 @@ CASES = [
      "test_grpo test_engines test_ledger"),
     ("extras/plan/compiling.py", "test_plan test_ways", "test_grpo test_ppo test_checkpoint"),
     ("extras/distillation/teacher.py", "test_teacher test_distill", "test_grpo"),
+    ("extras/self_distillation/student.py", "test_hints test_self_distill", "test_grpo test_distill"),
     ("extras/judges/__init__.py", "test_critic test_grpo", "test_losses"),
     # Scripts, programs, pages and others.
     ("train_ppo.py", "test_ppo test_drift test_scripts", "test_reinforce"),

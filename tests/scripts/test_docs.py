@@ -30,6 +30,7 @@ FRONT_PAGES += sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 TORCHRUN = {option for action in get_args_parser()._actions for option in action.option_strings}
 ALGORITHMS = ["train_grpo", "train_ppo", "train_dapo", "train_reinforce", "train_dpo", "train_distill", "train_prime"]
+ALGORITHMS += ["train_self_distill"]
 LOGGED = [*ALGORITHMS, "train_grpo_variants", "train_async"]
 PAGE_OF = {script: f"{script}.md" for script in LOGGED} | {"train_grpo_variants": "variants.md"}
 SCRIPT_OF = {page.removesuffix(".md"): script for script, page in PAGE_OF.items()}
@@ -327,6 +328,7 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
     changes["train_grpo"] |= dict(model=str(folder / "experts"), router_replay=True)
     changes["train_reinforce"] = dict(use_kl_loss=True, adv_estimator="remax")
     changes |= {"train_distill": dict(loss_mode="jsd", teacher_model=task.model), "train_prime": {}}
+    changes["train_self_distill"] = dict(hint_template=r"{prompt}\n{hint}", max_hinted_prompt_length=80)
     (port,), changes["train_async"] = launch.free_ports(1), dict(samplers=0, use_kl_loss=True, total_training_steps=3)
     changes["train_async"]["sampler_address"] = address = f"tcp://127.0.0.1:{port}"
     launch.fork("extras.samplers.sampler", {"connect": address, "token": "metrics"}, folder / "sampler.log", ranks=0)

@@ -34,6 +34,7 @@ import train_ppo
 import train_prime
 import train_reinforce
 import train_reward
+import train_self_distill
 from extras.demonstrations.encode import encode_demonstration
 from extras.demonstrations.rows import read_demonstrations
 from extras.engines import hf
@@ -59,6 +60,7 @@ SCRIPTS = {
     "train_reinforce": train_reinforce,
     "train_dpo": train_dpo,
     "train_distill": train_distill,
+    "train_self_distill": train_self_distill,
     "train_prime": train_prime,
     "sft": sft,
     "train_reward": train_reward,

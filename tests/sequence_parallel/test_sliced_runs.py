@@ -56,6 +56,7 @@ def settings_of(script, task, folder, **changes):
     make = {"sft": h.sft_settings, "train_reward": h.reward_settings, "train_ppo": h.ppo_settings}
     make |= {"train_dapo": h.dapo_settings, "train_reinforce": h.reinforce_settings, "train_dpo": h.dpo_settings}
     make |= {"train_distill": h.distill_settings, "train_prime": h.prime_settings}
+    make |= {"train_self_distill": h.self_distill_settings}
     settings = make.get(script, h.grpo_settings)(task, folder, save_freq=1, lr=1e-4)
     if "custom_reward_function" in settings:
         reward = folder.with_name(f"{folder.name}_reward.py")
@@ -135,6 +136,7 @@ SCRIPTS = {
     "greedy answers": ("train_reinforce", {}),
     "pairs": ("train_dpo", {}),
     "a teacher's most likely tokens": ("train_distill", dict(loss_mode="jsd")),
+    "a policy that has read a hint": ("train_self_distill", {}),
     "a model of the process": ("train_prime", {}),
     "a reward model is trained": ("train_reward", {}),
     "adapters and a reference": ("train_grpo", dict(lora_rank=4, use_kl_loss=True)),
