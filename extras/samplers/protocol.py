@@ -114,7 +114,7 @@ class Report(msgspec.Struct, tag=True):
     holding: list[int]  # leases that it knows, also those that are finished
     begun: list[int]  # those of them that it samples, or would sample now if the run let it
     groups: list[Group]
-    probe: Probe | None
+    probe: Probe | None  # of these weights. None if it was sent a short time ago, or if it has no weights yet.
     busy_s: Span  # seconds since it is ready in which it has sampled, or waited for environments
     total_s: Span  # seconds since it is ready
     problem: str = ""  # why it ends now

@@ -70,7 +70,9 @@ class Sampler:
         self.done: dict[int, tuple[protocol.Group, float]] = {}
         # Of weights, and the version of the engine's.
         self.inbox, self.version = Inbox(connection.host if connection else None), -1
-        self.probe: protocol.Probe | None = None  # of that version
+        # Of that version. A report is lost at times, so it is sent again until there is another one.
+        self.probe: protocol.Probe | None = None
+        self.probe_sent_at = 0.0
         self.pictures: dict[int, bytes] = {}  # images of new leases, by number
         self.busy_s, self.began_at, self.reported_at = 0.0, time.monotonic(), 0.0
         self.reported: protocol.Report | None = None
@@ -140,7 +142,7 @@ class Sampler:
             probes.start(i, row, self.setup.probe_sampling, derive_seed(self.setup.seed, version, i))
         samples = dict(probes.run())
         packed = [protocol.pack(sample) for i in range(len(samples)) for sample in samples[i]]
-        self.probe, self.reported_at = protocol.Probe(version, packed), 0.0
+        self.probe, self.probe_sent_at, self.reported_at = protocol.Probe(version, packed), 0.0, 0.0
         self.loop.resume()
 
     def _can_begin(self) -> set[int]:
@@ -167,14 +169,18 @@ class Sampler:
         """Report every second, and at once if there are groups, or other leases than in the last report."""
         now = time.monotonic()
         due = _first_of([group for group, sent_at in self.done.values() if now - sent_at > SEND_AGAIN_S])
-        report, last = self.report(connection.name, due), self.reported
+        probe = self.probe if now - self.probe_sent_at > SEND_AGAIN_S else None
+        report, last = self.report(connection.name, due, probe), self.reported
         has_changed = last is None or (report.holding, report.begun) != (last.holding, last.begun)
         if due or has_changed or now - self.reported_at > REPORT_EVERY_S:
             connection.send(report)
             self.reported, self.reported_at = report, now
             self.done |= {group.number: (group, now) for group in due}
+            self.probe_sent_at = self.probe_sent_at if probe is None else now
 
-    def report(self, name: str, groups: list[protocol.Group], **ending: Any) -> protocol.Report:
+    def report(
+        self, name: str, groups: list[protocol.Group], probe: protocol.Probe | None = None, **ending: Any
+    ) -> protocol.Report:
         """How the sampler of this name is. Args: ending, `problem` and `was_asked` of the last report."""
         return protocol.Report(
             name=name,
@@ -184,7 +190,7 @@ class Sampler:
             holding=sorted([*self.leases, *self.done]),
             begun=sorted(self._can_begin()),
             groups=groups,
-            probe=self.probe,
+            probe=probe,
             busy_s=self.busy_s,
             total_s=time.monotonic() - self.began_at,
             **ending,
