@@ -111,7 +111,7 @@ def data_of(run: dict, model: Path, folder: Path, steps: int) -> list[str]:
     from benchmarks import step_time
 
     path, rows = folder / "rows.jsonl", int(run["flags"].split("--train-batch-size ")[1].split()[0]) * (steps + 2)
-    step_time.write_prompts(path, rows, 128, str(model))
+    step_time.write_prompts(path, rows, run.get("prompt", 128), str(model))
     if run["script"] == "sft.py":
         prompts = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps({"prompt": x, "response": x * 6 + x[:127]}) + "\n" for x in prompts))
