@@ -69,6 +69,14 @@ SETTINGS = {
         train=f"{TRAIN} --max-response-length 56",
         title="hard: totals up to 19, and a policy that has to learn to add as well",
     ),
+    # In half of the demonstrations the prompt has the solution, so the policy can read a hint.
+    "hints": Setting(
+        data="--num-sft 57600 --max-total 19 --hinted-share 0.5",
+        sft=SFT,
+        sft_steps=700,
+        train=f"{TRAIN} --max-response-length 56",
+        title="hints: totals up to 19, and a policy that also knows how to repeat a solution that it reads",
+    ),
 }
 
 # Groups (rows of the figure) of runs: script and flags, which come after those of the setting and override them.
@@ -79,6 +87,11 @@ DAPO = f"train_dapo.py {FOUR_UPDATES} --lr-warmup-steps 0 --weight-decay 0.01"
 # TEACHER is the last checkpoint of the run `grpo`.
 DISTILL = "train_distill.py --teacher-model TEACHER --distill-top-k 8 --train-batch-size 64 --rollout-n 1"
 PRIME = "train_prime.py --prm-lr 1e-4"
+# The hint stands right behind the question, as in the demonstrations of the setting `hints`.
+SELF_DISTILL = (
+    "train_self_distill.py --train-batch-size 64 --rollout-n 1 --hint-template {prompt}{hint} "
+    "--max-hinted-prompt-length 72"
+)
 LOSSES = {
     "ppo_clip": f"train_grpo.py {FOUR_UPDATES}",
     "gspo": f"train_grpo_variants.py {FOUR_UPDATES} --loss-mode gspo --loss-agg-mode seq-mean-token-mean "
@@ -176,6 +189,11 @@ RUNS = {
         "distill_jsd": f"{DISTILL} --loss-mode jsd",
         "distill_and_reward": "train_distill.py --teacher-model TEACHER --reward-coef 1 --distillation-loss-coef 0.1",
     },
+    "distillation from itself with a hint, one response per prompt (for --setting hints)": {
+        "self_distill_reverse_kl": f"{SELF_DISTILL} --loss-mode reverse_kl",
+        "self_distill_forward_kl": f"{SELF_DISTILL} --loss-mode forward_kl",
+        "self_distill_jsd": f"{SELF_DISTILL} --loss-mode jsd",
+    },
     "LoRA at ten times the learning rate, one update per step": {
         f"lora_{rank}": f"train_grpo.py --lora-rank {rank} --lr 1e-3" for rank in (1, 8, 32)
     },
@@ -185,7 +203,7 @@ NAMES = [name for runs in RUNS.values() for name in runs]
 
 @dataclass(frozen=True)
 class Args:
-    setting: Literal["easy", "hard"] = "easy"
+    setting: Literal[*SETTINGS] = "easy"
     """This is the task with its starting point, see SETTINGS."""
     only: tuple[str, ...] = ()
     """The runs of these names are made, see RUNS. By default all are made."""

@@ -61,6 +61,9 @@ class Args:
     max_total: int = 9
     """This is the largest running total, from 9 to 99. With 19 there are 270 single steps to learn instead of 90, and
     answers are longer."""
+    hinted_share: float = 0.0
+    """In this share of the SFT samples the full answer stands in the prompt, behind the question, and is the response
+    too. Who learns from these can read a hint, as the teacher of train_self_distill.py has to."""
     seed: int = 0
     """The seed decides the split, the samples and the model's weights."""
 
@@ -124,9 +127,20 @@ def sft_response(totals: list[int], rng: random.Random, max_total: int = 9) -> s
     return worked_steps(totals, stated) + f"{ending} {stated[-1]}"
 
 
+def full_answer(totals: list[int]) -> str:
+    """All steps without a mistake, with the ending that is graded."""
+    return worked_steps(totals, totals) + f"#### {totals[-1]}"
+
+
+def hinted_row(totals: list[int]) -> dict:
+    """A demonstration of reading: the prompt is `4+3-5+2+1=?` with the full answer right behind it."""
+    answer = full_answer(totals)
+    return {"prompt": [{"role": "user", "content": question(totals) + answer}], "response": answer}
+
+
 def rl_row(totals: list[int], split: str, index: int) -> dict:
     """One row in verl's RL schema."""
-    answer = worked_steps(totals, totals) + f"#### {totals[-1]}"
+    answer = full_answer(totals)
     return {
         "data_source": "arithmetic",
         "prompt": [{"role": "user", "content": question(totals)}],
@@ -214,15 +228,22 @@ def main(args: Args) -> dict[str, int]:
             f"--num-sft {args.num_sft}, --num-train {args.num_train} and --num-test {args.num_test} must be at least "
             f"1, and the last two add up to at most the {len(chains)} chains that exist"
         )
+    if not 0 <= args.hinted_share <= 1:
+        raise ValueError(f"--hinted-share {args.hinted_share} must be within 0 and 1")
     test, seen = chains[: args.num_test], chains[args.num_test :]
     sft = [rng.choice(seen) for _ in range(args.num_sft)]
+    reads = random.Random(f"{args.seed} hints")  # of its own, so that the other samples stay what they are
+    plain = [
+        {
+            "prompt": [{"role": "user", "content": question(totals)}],
+            "response": sft_response(totals, rng, args.max_total),
+        }
+        for totals in sft
+    ]
     tables = {
         "sft": [
-            {
-                "prompt": [{"role": "user", "content": question(totals)}],
-                "response": sft_response(totals, rng, args.max_total),
-            }
-            for totals in sft
+            hinted_row(totals) if reads.random() < args.hinted_share else row
+            for totals, row in zip(sft, plain, strict=True)
         ],
         "train": [rl_row(totals, "train", i) for i, totals in enumerate(seen[: args.num_train])],
         "test": [rl_row(totals, "test", i) for i, totals in enumerate(test)],

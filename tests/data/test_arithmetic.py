@@ -32,6 +32,22 @@ def true_result(question):
     return sum(int(number) for number in re.findall(r"[+-]?\d", question))
 
 
+def test_some_demonstrations_read_the_answer_in_the_prompt_and_the_others_stay_what_they_are(folder, tmp_path):
+    arithmetic.main(arithmetic.Args(output_dir=tmp_path, hinted_share=0.25, **SIZES))
+    for name in ("train", "test"):
+        assert pq.read_table(tmp_path / f"{name}.parquet") == pq.read_table(folder / f"{name}.parquet")
+    both = zip(*(pq.read_table(x / "sft.parquet").to_pylist() for x in (folder, tmp_path)), strict=True)
+    hinted = [(old, new) for old, new in both if old != new]
+    assert 0.2 < len(hinted) / 3000 < 0.3
+    for old, new in hinted:
+        [asked], [said] = old["prompt"], new["prompt"]
+        answer = said["content"].removeprefix(asked["content"])
+        assert said["role"] == "user" and new["response"] == answer and answer.count("\n") == 4
+        assert answer.endswith(f"#### {true_result(asked['content'])}")
+    with pytest.raises(ValueError, match="--hinted-share 1.5 must be within 0 and 1"):
+        arithmetic.main(arithmetic.Args(output_dir=tmp_path, hinted_share=1.5))
+
+
 def test_chains_are_all_different_and_stay_in_range():
     chains = {tuple(arithmetic.chain_totals(i)) for i in range(arithmetic.NUM_CHAINS)}
     assert len(chains) == 59_049

@@ -47,6 +47,7 @@ import train_grpo_variants
 import train_ppo
 import train_prime
 import train_reinforce
+import train_self_distill
 from benchmarks import (
     compare_trl,
     environments,
@@ -78,7 +79,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 MODULES = (
     train_grpo, train_grpo_variants, train_dapo, train_ppo, train_reinforce, train_dpo, train_prime, train_distill,
-    train_async, sft,
+    train_self_distill, train_async, sft,
 )  # fmt: skip
 SCRIPTS = {f"{x.__name__}.py": x.Args for x in MODULES}
 SHAPE = dict(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=32)
@@ -297,6 +298,7 @@ def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among
     }  # fmt: skip
     assert values("train_dpo.py", "loss_type") == set(train_dpo.LOSSES)
     assert values("train_distill.py", "loss_mode") == set(train_distill.DISTANCES)
+    assert values("train_self_distill.py", "loss_mode") == set(train_self_distill.DIVERGENCES)
     # One part of DAPO is off in each of the four.
     parts = ("clip_ratio_high", "loss_agg_mode", "filter_groups", "overlong_buffer_len")
     off = [name for name in parsed if name.startswith("dapo_no")]
