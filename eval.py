@@ -23,7 +23,7 @@ from rl.data.order import derive_seed
 from rl.data.rows import read_rows
 from rl.flags import AtLeast1, Count, Few, PositiveShare, Share, TemperatureOr0, TopK, check_limits
 from rl.model.checks import check_model
-from rl.ranks import init_ranks, shutdown_ranks
+from rl.ranks import Precision, init_ranks, shutdown_ranks
 from rl.run.command_line import parse
 from rl.sampling.engines import check_engine_flags, make_engine
 from rl.sampling.engines.flags import EngineFlags, EngineSizes
@@ -55,6 +55,9 @@ class Args:
     min_p: Share = 0.0  # Leave out tokens whose probability is less than this share of that of the most likely token.
     k: tuple[int, ...] = ()  # Report pass@k for these k. The default is 1, 2, 4, ... up to --rollout-n.
     correct_at: float = 1.0  # For pass@k, a response counts as right from this score on.
+    # The engine computes with numbers of this type. auto is float32 on a CPU. On a GPU it is bfloat16, or float16 if
+    # the GPU has no bfloat16.
+    dtype: Precision = "auto"
     seed: Count = 0  # The seed decides the samples.
     output: str | None = None  # Write every response with its score to this jsonl file. By default none is written.
     texts: Texts = Texts()
@@ -88,7 +91,7 @@ def main(args: Args) -> dict[str, float]:
     scorer = Scorer(rewards, tokenizer, args.scoring, rows=rows, partner=partner, max_response_length=limit)
 
     # Sample and score this rank's prompts. Then every rank gets all samples and scores, in the order of the rows.
-    ranks = init_ranks()
+    ranks = init_ranks(args.dtype)
     rollout = EngineFlags(**vars(args.rollout))
     engine = make_engine(args.model, ranks, rollout, longest=longest, seed=args.seed, load_weights=True)
     seed = derive_seed(args.seed, engine.first_rank)
@@ -119,9 +122,8 @@ def main(args: Args) -> dict[str, float]:
         if args.output:  # This comes before anything is printed, since a stdout that takes nothing is an error.
             with open(args.output, "w") as f:
                 for s, x in zip(samples, scores, strict=True):
-                    truth = rows_by_index[s.row_index]["reward_model"]["ground_truth"]
                     line = {"row_index": s.row_index, "response": x.text, "score": x.value, **x.components}
-                    line["ground_truth"] = truth
+                    line["ground_truth"] = rows_by_index[s.row_index]["reward_model"]["ground_truth"]
                     f.write(json.dumps(line, default=str) + "\n")
         files = ", ".join(args.val_files)
         print(f"{args.model} on {files}: {len(rows)} prompts x {args.rollout_n}, temperature {args.temperature}")

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from extras.systems import LOOPBACK, die_with_parent
 
 T = TypeVar("T")
+Precision = Literal["auto", "bfloat16", "float16"]  # of --dtype
 PATIENCE = datetime.timedelta(days=30)
 
 
@@ -30,7 +31,7 @@ class Ranks:
     rank: int
     size: int
     device: torch.device
-    dtype: torch.dtype  # compute precision: bfloat16 on CUDA, float32 on CPU
+    dtype: torch.dtype  # compute precision, see `compute_dtype`
     data_rank: int
     data_size: int
     group: dist.ProcessGroup  # of all ranks
@@ -132,9 +133,21 @@ def die_with_launcher() -> None:
         die_with_parent()
 
 
-def init_ranks() -> Ranks:
+def compute_dtype(precision: Precision, *, on_gpu: bool, has_bfloat16: bool = True) -> torch.dtype:
+    """The compute precision of --dtype, on a CPU or on a GPU, which may have no bfloat16. Raises ValueError if it has
+    none and this is what the flag wants.
+    """
+    if precision == "bfloat16" and not has_bfloat16:
+        raise ValueError("--dtype bfloat16: this GPU does not compute in bfloat16; leave it out, which gives float16")
+    usual = ("bfloat16" if has_bfloat16 else "float16") if on_gpu else "float32"
+    return getattr(torch, usual if precision == "auto" else precision)
+
+
+def init_ranks(precision: Precision = "auto") -> Ranks:
     """Join the process group, with gloo on a CPU, and with nccl on CUDA, plus gloo for what is on the host. Without
     torchrun it is a world of one. Under torchrun, this process dies with it from here on.
+
+    Args: precision, in which models compute. Raises ValueError as `compute_dtype`.
     """
     die_with_launcher()
     if "RANK" not in os.environ:
@@ -145,7 +158,8 @@ def init_ranks() -> Ranks:
     where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(where)
-    dtype = torch.bfloat16 if use_cuda else torch.float32
+    has_bfloat16 = not use_cuda or torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = compute_dtype(precision, on_gpu=use_cuda, has_bfloat16=has_bfloat16)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not dist.is_initialized():
         store = dist.HashStore() if size == 1 else None  # torch's own would listen on all of the machine's networks

@@ -34,6 +34,7 @@ from transformers import AutoConfig
 
 from extras.families import auto_class, shape_of
 from extras.families.forwards import replace_forward
+from extras.loss_scale import factor_of
 from rl.console import say
 from rl.data.types import Batch
 from rl.model.family import Family, Pass
@@ -49,6 +50,7 @@ class Experts(Family):
     routers: tuple[tuple[int, nn.Module], ...]  # with the numbers of their layers
     replays: bool = False  # whether these use the experts that a batch names
     balance: float = 0.0  # the coefficient of their auxiliary loss, which evens out the load
+    model: nn.Module | None = None  # whose loss scale that gets too
 
     @property
     def one_pass(self) -> bool:
@@ -77,7 +79,8 @@ class Experts(Family):
             replayed = first.take(chosen)
         if self.balance and batch.share is not None and torch.is_grad_enabled():
             is_real = first.inputs.get("attention_mask", torch.ones_like(first.inputs["input_ids"])).flatten()
-            weights = is_real * (self.balance * batch.share.sum() / is_real.sum() / len(self.routers))
+            share = batch.share.sum() * factor_of(self.model)  # as the loss of the policy
+            weights = is_real * (self.balance * share / is_real.sum() / len(self.routers))
             torch._dynamo.maybe_mark_dynamic(weights, 0)
         for layer, router in self.routers:
             router.replayed, router.balanced = None if replayed is None else replayed[:, layer], weights
@@ -98,7 +101,7 @@ class Experts(Family):
 
 def make(model: nn.Module) -> Experts:
     """The family of a model that has routers."""
-    return Experts(add_routers(model))
+    return Experts(add_routers(model), model=model)
 
 
 class Choice(NamedTuple):

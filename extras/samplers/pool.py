@@ -50,7 +50,7 @@ SHOWN = {  # in the line of a step, see `SamplerPool.metrics`
 }
 
 
-def setup_of(work: Work) -> Setup:
+def setup_of(work: Work, dtype: str) -> Setup:
     """What a sampler has to know of a run."""
     rendering, sampling, probes, of_images = rendering_of(work.tokenizer), work.sampling, work.rows[:NUM_PROBES], None
     if images.in_use():
@@ -67,6 +67,7 @@ def setup_of(work: Work) -> Setup:
         probe_sampling=replace(sampling, n=1, max_tokens=min(PROBE_TOKENS, sampling.max_tokens)),
         seed=work.seed,
         images=of_images,
+        dtype=dtype,
     )
 
 
@@ -94,7 +95,8 @@ class SamplerPool:
         if ranks.is_main:
             self._load(state)
             self.writer = WeightWriter(flags.weights_dir, folder)
-            self.dispatcher = Dispatcher(flags, setup_of(work), self.prompts, self.scorer.submit, ranks)
+            setup = setup_of(work, str(ranks.dtype).removeprefix("torch."))
+            self.dispatcher = Dispatcher(flags, setup, self.prompts, self.scorer.submit, ranks)
             _write_private(folder / "sampler_token", self.dispatcher.token)
             say(f"samplers: {self.dispatcher.address}, with the token in {folder / 'sampler_token'}")
             self.dispatcher.thread.start()

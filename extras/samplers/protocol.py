@@ -26,7 +26,7 @@ from rl.sampling.engines.flags import EngineFlags
 
 TOKEN = "GLASSRL_SAMPLER_TOKEN"  # a variable of the environment: everybody can read a command line
 PARENT = "GLASSRL_SAMPLER_PARENT"  # the same: id of the process that has started this one and takes it with it
-PROTOCOL = 8  # of these messages. Both sides must have the same.
+PROTOCOL = 9  # of these messages. Both sides must have the same.
 LARGEST = 2**30  # bytes of a message. The run closes a connection that sends more.
 MAX_LOGPROB = 1e-3  # rounding may take the log-prob of a certain token above 0
 
@@ -63,6 +63,7 @@ class Setup(msgspec.Struct, tag=True):
     probe_sampling: Sampling
     seed: int
     images: OfImages | None  # None: the data has none
+    dtype: str  # in which the engine computes
     # Of this process of the run. Samplers of an earlier one have other weights under the same version.
     run: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -260,6 +260,7 @@ def _engine_of(setup: protocol.Setup, ranks: Ranks, seed: int) -> Engine:
         images.of_process().expect(x.count, x.most_in_row)
         images.of_process().load_processor(setup.model, load_tokenizer(setup.model), "the data of the run")
         images.of_process().learn(x.of_probes)
+    ranks = replace(ranks, dtype=getattr(torch, setup.dtype))
     return make_engine(setup.model, ranks, setup.rollout, longest=setup.longest, seed=seed)
 
 

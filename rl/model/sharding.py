@@ -20,10 +20,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
+from extras.loss_scale import LossScale, factor_of
 from rl.flags import AtLeast1, Free, Switch, settled
 from rl.model.family import is_added
 from rl.model.logprobs import head_on_chunk
-from rl.ranks import Ranks, wait_without_end
+from rl.ranks import Precision, Ranks, wait_without_end
 
 # By default torch compiles micro-batches below 4,096 tokens once more, ten seconds in the middle of a run, because it
 # guards one fusion by its size. Only versions of torch that have the fusion know the option.
@@ -54,6 +55,9 @@ class Memory:
     sequence_parallel_size: Free[AtLeast1] = 1
     # Compile the layers and the head with torch.compile on a GPU. auto does it if the run is long enough to pay.
     compile: Free[Switch] = "auto"
+    # Compute with numbers of this type. auto is float32 on a CPU. On a GPU it is bfloat16, or float16 if the GPU has no
+    # bfloat16. float16 rounds eight times less, and its numbers end at 65,504.
+    dtype: Precision = "auto"
 
     # Where weights and gradients live if that is not the device. It has a `policy` for FSDP2, and a method
     # `empty_like(tensor, device)` that makes room for a weight. See extras/offload.
@@ -89,6 +93,8 @@ def shard(model: PreTrainedModel, ranks: Ranks, memory: Memory = BARE) -> PreTra
     if ranks.size > 1:  # alone, FSDP2 would spend a pass on dividing by 1
         sum_gradients(model)
     model.stays_on_host = memory.home is not None
+    learns = any(x.requires_grad for x in model.parameters())
+    model.loss_scale = LossScale() if learns and ranks.dtype == torch.float16 else None
     model.eval()
     fsdp.register_fsdp_forward_method(model, "packed_forward")
     keep_logits = bool(memory.compile) and memory.activation_checkpointing == "none"  # uncompiled, they are in float32
@@ -245,16 +251,28 @@ def full_tensors(model: PreTrainedModel, dtype: torch.dtype | None = None) -> It
 
 def backward(model: PreTrainedModel, loss: Tensor, *, is_last: bool) -> None:
     """Add a micro-batch's gradient to the model's, a sum over ranks. Over copies of the model (--fsdp-size) it is
-    summed only when it `is_last` of an update. All ranks must enter.
+    summed only when it `is_last` of an update. In float16 it is multiplied with the loss scale. All ranks must enter.
     """
     if model.packed.is_whole:
         model.set_requires_gradient_sync(is_last)  # ranks exchange nothing before the last micro-batch
     else:
         model.set_requires_all_reduce(is_last)  # Within a copy they are summed every time, since whole ones do not fit.
-    loss.backward()
+    (loss * factor_of(model)).backward()
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
-    """Scale gradients to a global L2 norm of at most `max_norm`. Returns the norm before. All ranks must enter."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    """Scale gradients to a global L2 norm of at most `max_norm`. Returns the norm before. All ranks must enter.
+
+    In float16 they are divided by the loss scale first. If that was too large for them, there are no gradients
+    afterwards, so that an optimizer step changes nothing, and the norm is 0.
+    """
+    scale = getattr(model, "loss_scale", None)
+    for x in model.parameters():
+        if scale and x.grad is not None:
+            x.grad.div_(scale.scale)
+    total = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+    if scale and scale.overflowed(norm):
+        model.zero_grad(set_to_none=True)
+        return 0.0
+    return norm

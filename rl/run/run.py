@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from extras import loss_scale
 from extras.offload import keep_moments_on_host, offload, onload
 from extras.plan import budget_of, compiling_pays, hardware, rehearse, settle
 from extras.sequence_parallel import share_rows
@@ -76,7 +77,7 @@ class Run:
     def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int):
         self.args, self.tokenizer, self.total_steps = args, tokenizer, total_steps
         started("flags and data")
-        self.ranks = share_rows(init_ranks(), args)
+        self.ranks = share_rows(init_ranks(args.memory.dtype), args)
         if self.ranks.size % (size := args.memory.fsdp_size or 1):
             raise ValueError(f"--fsdp-size {size} does not divide the {self.ranks.size} rank(s); choose a divisor")
         watchdog.start(args.checkpoints.stall_timeout)
@@ -134,6 +135,7 @@ class Run:
         self.offloaded = () if self.memory.param_offload else offloaded  # on the host already
         if path:
             checkpoint.load(path, trained, moments_on_host=self.memory.optimizer_offload)
+            loss_scale.load_state(trained, self.state)
         for x in policy.packed.families:
             x.begin_run(self.args.lora, engine)
         started("checkpoint" if path else "optimizer")
@@ -198,7 +200,7 @@ class Run:
         arrays. `Run.states` has it after a resume.
         """
         self.folder.check()
-        encoded, freq = loop_state.encode(state), self.args.checkpoints.save_freq
+        encoded, freq = loop_state.encode(state | loss_scale.state_of(self.trained)), self.args.checkpoints.save_freq
         if step > self.first_step and freq != 0 and (step == self.total_steps or freq > 0 and step % freq == 0):
             self.saver.save(step, self.trained, encoded)
         stop.arm(lambda: self.saver.leave(step, self.trained, encoded), self.tracker.close, let_go_of_output)
@@ -265,8 +267,9 @@ class Run:
         ages = of_staleness(batch, self.ranks) if batch is not None else {}
         # A script may give times of its own, which replace those of the clock.
         metrics = times | metrics | ages | {"checkpoint/failed": float(self.saver.failures)}
-        for module, _ in self.trained.values():
-            metrics |= getattr(module, "family_metrics", {})  # of families such as experts, from `check_engine`
+        for name, (module, _) in self.trained.items():
+            # Families such as experts have theirs from `check_engine`.
+            metrics |= getattr(module, "family_metrics", {}) | loss_scale.metrics_of(name, module)
         done, freq = self.step + 1, 1 if self.sampler else self.args.logging.log_freq
         shown = done == self.total_steps or (freq > 0 and done % freq == 0)
         line = progress_line(done, self.total_steps, metrics) if shown else ""
@@ -313,15 +316,13 @@ class Run:
 
     def offload(self) -> None:
         """Move what `begin` was told is `offloaded`, models and their optimizers, to the host."""
-        for name in self.offloaded:
+        for model, optimizer in map(self.trained.__getitem__, self.offloaded):
             self.saver.wait_until_copied()
-            model, optimizer = self.trained[name]
             offload(model, None if self.memory.optimizer_offload else optimizer)
 
     def onload(self) -> None:
         """Move it back to the device."""
-        for name in self.offloaded:
-            model, optimizer = self.trained[name]
+        for model, optimizer in map(self.trained.__getitem__, self.offloaded):
             onload(model, self.ranks.device, None if self.memory.optimizer_offload else optimizer)
 
     def close(self, *others: Any) -> dict[str, float]:

@@ -15,6 +15,8 @@ from rl.model.logprobs import token_logprobs
 from rl.ranks import Ranks
 from rl.sampling.engines.flags import EngineFlags
 
+USUAL_GAPS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.06}  # limits of the gap by compute precision
+
 
 def sampled_by(version: int, sample: Sample) -> np.ndarray:
     """Which tokens of the response weights of this version have sampled: (n,) bool. Raises RuntimeError if the response
@@ -48,8 +50,8 @@ def check_engine(
 
     Returns the mean absolute difference over all probed tokens of all ranks, which must enter. Raises RuntimeError on
     every rank if it is not finite or exceeds --max-logprob-gap. The cause may be weights that did not reach the engine,
-    a different temperature, or a broken kernel. The default limit is 1e-4 in float32 and 0.06 in bfloat16, where 0.004
-    to 0.04 is normal, more for larger models. For a quantized engine it is 0.3.
+    a different temperature, or a broken kernel. The default limit is 1e-4 in float32, 0.01 in float16, and 0.06 in
+    bfloat16, where 0.004 to 0.04 is normal, more for larger models. For a quantized engine it is 0.3.
 
     Rounding errors have both signs, so the signed mean of the differences stays near 0.001 in bfloat16. It is therefore
     also an error if tokens are likelier to the engine by more than a sixth of the limit on average, after four
@@ -58,7 +60,7 @@ def check_engine(
 
     Families of the policy, such as experts, may measure something in this pass. `policy.family_metrics` gets it.
     """
-    usual = 0.3 if rollout.is_quantized else 1e-4 if ranks.dtype == torch.float32 else 0.06
+    usual = 0.3 if rollout.is_quantized else USUAL_GAPS.get(ranks.dtype, 0.06)
     limit = rollout.max_logprob_gap or usual
     if version is not None:
         fresh = [replace(s, response_mask=sampled_by(version, s)) for s in samples]

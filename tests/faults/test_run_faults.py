@@ -230,6 +230,8 @@ def test_an_engine_that_swaps_prompts_is_found_out_by_their_log_probs(sample, sw
         (0.05, torch.float32, "none", "1e-04"),
         (0.05, torch.bfloat16, "none", None),
         (0.1, torch.bfloat16, "none", "6e-02"),
+        (0.005, torch.float16, "none", None),
+        (0.05, torch.float16, "none", "1e-02"),
         (0.1, torch.bfloat16, "fp8", None),
         (0.5, torch.bfloat16, "fp8", "3e-01"),
     ],

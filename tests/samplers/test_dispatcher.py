@@ -86,7 +86,7 @@ def test_the_lock_is_free_while_a_disk_is_slow_and_an_image_is_read_once_for_a_s
     content = file.read_bytes()
     file.unlink()
     os.mkfifo(file)  # reading it takes until somebody writes
-    setup = protocol.Setup("model", {}, EngineFlags(), EnvironmentFlags(), 9, [], [], WAY, 0, None)
+    setup = protocol.Setup("model", {}, EngineFlags(), EnvironmentFlags(), 9, [], [], WAY, 0, None, "float32")
     work = Work(None, rows, WAY, EngineFlags(), EnvironmentFlags(), batch_size=2, total_steps=9, longest=9, seed=0)
     prompts, ranks, groups = Prompts(work, 1, 10), SimpleNamespace(device=torch.device("cpu")), []
     one = Dispatcher(SamplerFlags(samplers=0), setup, prompts, lambda *group: groups.append(group), ranks)

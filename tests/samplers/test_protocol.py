@@ -42,7 +42,7 @@ def test_a_row_travels_whole_to_environments_and_without_them_its_prompt_does():
     row = prompt | {"extra_info": odd | {"day": datetime.date(2026, 1, 2)}}
     whole = prompt | {"extra_info": odd | {"day": "2026-01-02"}}
     for flags, expected in ((EnvironmentFlags(tools=("a.py",)), whole), (EnvironmentFlags(), prompt)):
-        setup = protocol.Setup("model", {}, EngineFlags(), flags, 9, [], [], WAY, 0, None)
+        setup = protocol.Setup("model", {}, EngineFlags(), flags, 9, [], [], WAY, 0, None, "float32")
         work = Work(None, [row], WAY, EngineFlags(), flags, batch_size=1, total_steps=9, longest=9, seed=0)
         ranks, member = SimpleNamespace(device=torch.device("cpu")), Member("a", 0.0, 0.0, 0.0)
         dispatcher = Dispatcher(SamplerFlags(), setup, Prompts(work, 0, 10), lambda *group: None, ranks)

@@ -28,7 +28,7 @@ class EngineFlags(EngineSizes):
 
     free_cache_engine: Free[bool] = True  # Give vLLM's memory back while the trainer trains (sleep level 2).
     # Stop the run if the log-probs of engine and trainer differ by more than this on average after a push of weights.
-    # The default is 1e-4 in float32, 0.06 in bfloat16, and 0.3 with --rollout-quantization.
+    # The default is 1e-4 in float32, 0.01 in float16, 0.06 in bfloat16, and 0.3 with --rollout-quantization.
     max_logprob_gap: Free[Positive | None] = None
     # vLLM's weights stay as they are (none), or have eight bits (fp8), on a GPU that computes with such numbers, such
     # as an H100. fp8 needs --rollout-is.
