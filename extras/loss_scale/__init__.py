@@ -59,7 +59,11 @@ def state_of(trained: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
 
 
 def load_state(trained: Mapping[str, tuple[Any, Any]], state: dict[str, Any]) -> None:
-    """Give models the scales that `state_of` has put into the state of a loop."""
-    for name, saved in state.get("loss_scales", {}).items():
-        if name in trained and getattr(trained[name][0], "loss_scale", None):
-            trained[name][0].loss_scale = LossScale(**saved)
+    """Give models the scales that `state_of` has put into the state of a loop. Raises ValueError if one is damaged."""
+    for name, (model, _) in trained.items() if "loss_scales" in state else ():
+        if getattr(model, "loss_scale", None):
+            saved = state["loss_scales"].get(name, {})
+            numbers = [saved.get(field) for field in vars(model.loss_scale)]
+            if not all(isinstance(x, int | float) and 0 <= x < math.inf for x in numbers) or numbers[0] < 1:
+                raise ValueError(f"the checkpoint's loss scale of {name} is {saved}; continue from an earlier one")
+            model.loss_scale = LossScale(*numbers)

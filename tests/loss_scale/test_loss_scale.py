@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import helpers_families as families
 import helpers_scripts as h
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from workers.objectives import make_batch, packed_backward, plain_model
 
-from extras.loss_scale import GROWTH_INTERVAL, LossScale
+from extras.loss_scale import GROWTH_INTERVAL, LossScale, load_state, state_of
 from rl.data.batching import collate, plan_update
 from rl.data.types import Sample, take_rows
 from rl.model import load as models
@@ -49,6 +50,26 @@ def test_the_scale_is_that_of_torch():
         skipped += not clean
         assert scale == LossScale(theirs.item(), tracker.item(), skipped)
     assert skipped > 20 and scale.scale > 1
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [{}, {"scale": 0.5, "clean": 0, "skipped": 0}, {"scale": math.inf, "clean": 0, "skipped": 0}, {"scale": 2.0}],
+)
+def test_a_damaged_scale_is_refused(saved):
+    models_of_run = {
+        "actor": (SimpleNamespace(loss_scale=LossScale(8.0, 3, 1)), None),
+        "ref": (SimpleNamespace(), None),
+    }
+    state = state_of(models_of_run)
+    assert state == {"loss_scales": {"actor": {"scale": 8.0, "clean": 3, "skipped": 1}}}
+    actor = SimpleNamespace(loss_scale=LossScale())
+    load_state({"actor": (actor, None)}, {})
+    assert actor.loss_scale == LossScale()
+    load_state({"actor": (actor, None)}, state)
+    assert actor.loss_scale == LossScale(8.0, 3, 1)
+    with pytest.raises(ValueError, match="the checkpoint's loss scale of actor is .*; continue from an earlier one"):
+        load_state({"actor": (actor, None)}, {"loss_scales": {"actor": saved}})
 
 
 def test_auto_is_what_the_device_computes_with():

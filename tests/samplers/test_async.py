@@ -103,6 +103,21 @@ def test_without_staleness_a_run_is_that_of_train_grpo(pools, task, tmp_path, ha
     h.assert_same(left, right)
 
 
+def test_samplers_compute_in_the_precision_of_the_run(pools, task, tmp_path):
+    """Float16: if they did so in another one, they would sample with other log-probs than train_grpo.py."""
+    changes = dict(dtype="float16", total_training_steps=2, rollout_is="token", save_freq=2)
+    run, sampler = pools.run(max_staleness=0, **changes), pools.sampler()
+    settings = h.grpo_settings(task, tmp_path / "grpo", **changes)
+    grpo = launch.fork("train_grpo", settings, tmp_path / "grpo.log", fault=seed_by_number)
+    assert [x.ends() for x in (run, grpo, sampler)] == [[0]] * 3, run.log.read_text()
+    names = ("rollout/logprob_gap_mean", "actor/grad_norm", "actor/loss_scale")
+    both = [
+        [[x[name] for name in names] for x in h.read_jsonl(tmp_path / f / "metrics.jsonl")] for f in ("run", "grpo")
+    ]
+    assert both[0] == both[1] and all(1e-5 < gap < 1e-3 and scale == 65536 for gap, _, scale in both[0])
+    h.assert_same(*(h.weights(tmp_path / name / "global_step_2") for name in ("run", "grpo")))
+
+
 def note_experts(file):
     """From now on what a rank trains on is a line of a file: tokens, their experts, and which weights sampled them."""
     deliver = batching._deliver
