@@ -373,7 +373,7 @@ def test_a_resumed_run_may_change_these_and_no_other(name):
 def test_what_decides_what_a_supervised_run_learns_is_kept():
     kept = """model train_batch_size max_length filter_overlong lr beta2 lr_warmup_steps lr_scheduler_type weight_decay
         grad_clip seed lora_rank lora_alpha target_modules lora_experts freeze_vision_tower
-        router_aux_loss_coef apply_chat_template_kwargs""".split()
+        router_aux_loss_coef apply_chat_template_kwargs dtype""".split()
     for script in (sft, train_reward):
         assert names_of(script) - flags.marked(script.Args(), flags.FREE) == set(kept)
 
