@@ -205,10 +205,10 @@ def gmpo(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, *
 
 
 def vespo(logp, old_logp, advantages, mask, *, vespo_pos=(2.0, 3.0), vespo_neg=(3.0, 2.0), **_) -> Loss:
-    """Policy gradient under a weight that is largest near the old policy and fades on both sides, softly.
+    """Policy gradient under a weight of the whole sequence that fades on both sides of the old policy, softly.
 
     -sg(phi(W)) * A * logp, phi(W) = exp(lam) * W^k * exp(-lam * W), W = exp(sum_t delta_t) of the whole sequence, the
-    sum within [-20, 20]. So phi(1) = 1. (k, lam) is vespo_pos where A >= 0, and vespo_neg where A < 0. The sum is not
+    sum within [-20, 20]. phi(1) = 1, and phi is largest at W = k / lam. (k, lam) is vespo_pos where A >= 0, and vespo_neg where A < 0. The sum is not
     divided by the length, so W leaves 1 quickly in long sequences. Nothing is clipped.
 
     Source: VESPO, arXiv 2602.10693. The values of k and lam are those that the code of its authors takes by default,
