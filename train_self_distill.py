@@ -18,7 +18,8 @@ Where this departs from the papers:
   1. The teacher is the live policy. OPSD's recommended commands keep the first policy as the teacher, and SDFT takes a
      moving average of the policy.
   2. The default is reverse_kl, as in SDFT. OPSD's commands have jsd with a beta of 0.5.
-  3. All responses are the student's, and no gradient flows through the sampling.
+  3. OPSD samples with top-p and top-k, which this script refuses, because D compares whole distributions.
+  4. With several updates per step no importance sampling corrects for the policy that sampled.
 
 Shapes are those of train_grpo.py. docs/train_self_distill.md explains more.
 """
@@ -74,7 +75,8 @@ class Args(RLBase):  # with the groups of flags in rl/run/arguments.py, such as 
     ppo_epochs: Few = 1  # The updates of a step use each of its responses this many times.
     # This is the distance D of the student to the teacher, over the whole vocabulary.
     loss_mode: Literal[*DIVERGENCES] = "reverse_kl"
-    jsd_beta: Share = 0.5  # Near 0, jsd is as forward_kl, and near 1 as reverse_kl. Both ends are excluded.
+    # Near 0, jsd is beta times forward_kl, and near 1 it is (1 - beta) times reverse_kl. Both ends are excluded.
+    jsd_beta: Share = 0.5
     # AdamW has this learning rate after warm-up. LoRA needs about ten times that of full training.
     lr: NotNegative = 1e-5
     lr_warmup_steps: Count = 0  # The learning rate rises linearly over this many steps.
@@ -176,7 +178,8 @@ def main(args: Args) -> dict[str, float]:
                 loss = (divergence * mask).sum() / max(update.num_tokens, 1.0)
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "distillation/loss": loss})
-                kl = micro.rollout_logp - teacher_logp  # by one sample, the token that the engine has drawn
+                # This estimates KL(p_S, p_T) from the sampled token. The student is the one that has sampled it.
+                kl = micro.rollout_logp - teacher_logp
                 means.over_tokens(mask, {"actor/entropy": entropy, "distillation/kl": kl})
                 if num_updates == 1:  # Else the policy is no longer the one that sampled.
                     means.between_policies(micro, logp, logp.detach())
