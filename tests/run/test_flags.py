@@ -92,7 +92,7 @@ LIMITS = {
     "at least -1": "test_freq save_freq",
     "positive": """
         beta prime_beta grad_clip kl_target rollout_is_threshold rollout_mask_threshold off_policy_mask_threshold
-        probability_mask_threshold
+        probability_mask_threshold dro_beta
         loss_scale_factor max_logprob_gap max_hours tau_pos tau_neg plan_response_length plan_host_memory
     """,
     "positive and at most 1e9": "stall_timeout reward_timeout teacher_timeout environment_timeout",
@@ -106,7 +106,7 @@ LIMITS = {
     "at least 0 and at most 1e6": """
         lr critic_lr prm_lr weight_decay clip_ratio_low clip_ratio_high cliprange_value overlong_penalty_factor
         kl_coef kl_loss_coef rollout_is_threshold_lower rollout_mask_threshold_lower pair_margin
-        router_aux_loss_coef distillation_loss_coef reward_coef reward_dpo_coef reward_gt_coef ppo_kl_coef
+        router_aux_loss_coef distillation_loss_coef echo_coef reward_coef reward_dpo_coef reward_gt_coef ppo_kl_coef
     """,
     "within 0 and 1": "label_smoothing reward_max_error_frac gamma lam beta2 min_p val_min_p jsd_beta "
     "accuracy_lower_bound accuracy_upper_bound",
