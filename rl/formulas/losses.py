@@ -208,8 +208,9 @@ def vespo(logp, old_logp, advantages, mask, *, vespo_pos=(2.0, 3.0), vespo_neg=(
     """Policy gradient under a weight of the whole sequence that fades on both sides of the old policy, softly.
 
     -sg(phi(W)) * A * logp, phi(W) = exp(lam) * W^k * exp(-lam * W), W = exp(sum_t delta_t) of the whole sequence, the
-    sum within [-20, 20]. phi(1) = 1, and phi is largest at W = k / lam. (k, lam) is vespo_pos where A >= 0, and vespo_neg where A < 0. The sum is not
-    divided by the length, so W leaves 1 quickly in long sequences. Nothing is clipped.
+    sum within [-20, 20]. phi(1) = 1, and phi is largest at W = k / lam. (k, lam) is vespo_pos where A >= 0, and
+    vespo_neg where A < 0. The sum is not divided by the length, so W leaves 1 quickly in long sequences. Nothing is
+    clipped.
 
     Source: VESPO, arXiv 2602.10693. The values of k and lam are those that the code of its authors takes by default,
     and TRL too. The authors' code puts a correction for the engine's log-probs into W. Here, as with all losses, it is
