@@ -94,6 +94,10 @@ RUNS = {
         "distill": "train_distill.py --teacher-model TEACHER --loss-mode reverse_kl",
         "distill_sampled": "train_distill.py --teacher-model TEACHER",
     },
+    "self-distillation: the policy with the row's solution is the teacher": {
+        "self_distill": "train_self_distill.py",
+        "self_distill_jsd": "train_self_distill.py --loss-mode jsd",
+    },
     "GRPO with less memory": {
         **{f"lora_{rank}": f"train_grpo.py --lora-rank {rank} --lr 1e-4" for rank in (1, 8, 32)},
         "lora_8_lr_3e-5": "train_grpo.py --lora-rank 8 --lr 3e-5",

@@ -373,6 +373,7 @@ def in_parts(file):
     weight_network.CHUNK = 20_000  # bytes, of 820,000
 
 
+@pytest.mark.thorough
 def test_samplers_that_die_or_stop_in_the_middle_of_a_transfer_cost_only_that(pools, task, tmp_path):
     file = tmp_path / "batches.jsonl"
     settings = dict(total_training_steps=9, weights_transfer="gloo", sampler_timeout=6)
@@ -468,6 +469,7 @@ def end_at(rows, held_out):
     Loop.start = starting
 
 
+@pytest.mark.thorough
 def test_prompts_that_end_their_samplers_are_dropped_and_no_others(pools, task, tmp_path):
     """Also a held-out one. What was twice sampled beside them, and alone after that, is innocent."""
     file, rows = tmp_path / "batches.jsonl", [x for step in expected(task, 5) for x in step]

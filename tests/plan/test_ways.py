@@ -122,7 +122,7 @@ def test_what_the_user_gave_wins(folder_of, given, gpu):
     assert {name: found[name] for name in given} == given | (
         {"optimizer_offload": False} if found["param_offload"] and "optimizer_offload" in given else {}
     )
-    assert "auto" not in (found | dict(compile=True)).values()  # which is settled elsewhere
+    assert "auto" not in (found | dict(compile=True, dtype="bfloat16")).values()  # which are settled elsewhere
 
 
 # --- a small case, by hand
@@ -250,7 +250,10 @@ def test_the_others_are_the_more_expensive_ways_in_their_order(folder_of):
     every = ways.ways(args.memory, 1536, has_adapters=False)
     rest = [Way(x.activation_checkpointing, x.ppo_max_token_len_per_gpu, *offloads(x)) for x in found.rest]
     assert rest == every[every.index(Way("full", 16384, optimizer_offload=True)) + 1 :]
-    assert all("auto" not in (vars(x) | dict(compile=True)).values() and x.fsdp_size is None for x in found.rest)
+    assert all(
+        "auto" not in (vars(x) | dict(compile=True, dtype="bfloat16")).values() and x.fsdp_size is None
+        for x in found.rest
+    )
 
 
 def test_the_others_fit_the_host_too(folder_of):
@@ -451,6 +454,7 @@ main(parse(train_grpo.Args, ""))
 """
 
 
+@pytest.mark.thorough
 def test_two_ranks_say_it_once_and_without_a_traceback(folder_of, tmp_path):
     script = tmp_path / "launched.py"
     script.write_text(LAUNCHED)
