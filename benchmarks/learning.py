@@ -398,14 +398,15 @@ def run_all(
             time.sleep(0.2)
             for process, (job, start, _) in list(running.items()):
                 status, seconds = process.poll(), time.perf_counter() - start
-                is_late, ended = seconds >= timeout, status is None and has_ended(job)
-                if status is None and not is_late and not ended:
+                ended = status is None and has_ended(job)
+                if status is None and seconds < timeout and not ended:
                     continue
                 error = None
                 if status is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-                    error = None if ended else f"took longer than --timeout {timeout:g} s"
+                    if not ended:
+                        error = f"took longer than --timeout {timeout:g} s"
                 elif status != 0:
                     error = f"exit {status}: {last_error(job.folder / 'output.log')}"
                 del running[process]

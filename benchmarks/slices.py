@@ -68,10 +68,7 @@ TINY = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, vocab_
 TINY_EXPERTS = dict(head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
 TINY_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # a shape of make_model.py, and what differs in the config
     "tiny": ("7B", TINY | dict(intermediate_size=128)),
-    "tiny-experts": (
-        "30B-A3B",
-        TINY | dict(head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32),
-    ),
+    "tiny-experts": ("30B-A3B", TINY | TINY_EXPERTS),
 }
 COLLECTIVES = {  # kind -> parts of the names of NCCL's kernels, and of gloo's operations
     "all-to-all": ("sendrecv", "alltoall", "all_to_all"),
