@@ -8,8 +8,9 @@ hidden states. In bytes, on each rank:
     gradients    4 P / N                  with LoRA 4 a / N
     gathered     2 P on one GPU (LoRA: 2 a), else 2 (root + 2 layers)
     activations  2 (H + R) per token and layer, where R are the widths of the results that "selective" keeps: those of
-                 linear layers but the last, and of attention; with LoRA those of layers with adapters twice. "full"
-                 keeps 2 H. "none" keeps 2 (R + I + 3 H), I the intermediate size, and 2 V per token for logits
+                 linear layers but the last, and of attention; with LoRA also those of adapters, of their first matrix
+                 alone with --compile, where a layer's sum is kept in the place of its parts. "full" keeps 2 H. "none"
+                 keeps 2 (R + I + 3 H), I the intermediate size, and 2 V per token for logits
     one layer    4 R per token (without --compile 8 R) while it is computed again and has its gradients, and with
                  several ranks the gradients of its weights in bfloat16 and float32 and this rank's part of their sum,
                  6 + 4 / N per parameter
@@ -187,7 +188,8 @@ def pass_bytes(model: Model, load: Load, way: Way, *, learns: bool) -> float:
     layer, count = s.largest, len(s.layers)
     results = sum(x.results + x.attention for x in s.layers)
     if a and learns:
-        results += sum(out + model.rank for x in s.layers for _, out in x.adapted)
+        both = way.checkpointing == "selective" and not load.compiles
+        results += sum(model.rank + both * out for x in s.layers for _, out in x.adapted)
     per_layer = results / count
     alone = n == 1 and not way.param_offload
     gathered = 2.0 * (s.root + 2 * layer.parameters)

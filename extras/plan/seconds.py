@@ -26,7 +26,8 @@ REDUCE_S = 8.5e-6  # of one sum over GPUs that share an engine, of which a layer
 ROUTED = 0.5  # tokens that would choose as many different experts at random as one token does in a real batch
 
 # Training
-PRODUCTS = 0.60  # share of the peak at which products and attention run, forward and backward
+PRODUCTS = 0.62  # share of the peak at which products run, forward and backward
+ATTENTION = 0.33  # and attention, with flash-attn 2
 EXPERTS = 0.29  # of that, what products of experts reach
 HIDDEN_PASSES = 40  # times that a layer's hidden state moves through memory, forward and backward
 INNER_PASSES = 14  # times that its widest results move
@@ -136,14 +137,16 @@ def pass_s(model: Model, load: Load, way: Way, card: Card, work: Pass, *, learns
     experts = sizes.experts * sizes.expert_share
     flops = weights * (sizes.active - experts + experts / EXPERTS) * work.tokens
     flops += (2 if not learns else 4 if frozen else 6) * sizes.head * work.head_tokens
-    flops += others * (adapters * work.tokens + sizes.attended(work.tokens, work.squares))
+    flops += others * adapters * work.tokens
+    attended = (others + 1 if learns else 2) * sizes.attended(work.tokens, work.squares)  # scores are computed again
     passes = 1.0 if learns else FORWARD
     more = {"none": 0.0, "selective": 0.3, "full": 0.4}[way.checkpointing] if learns else 0.0
     of_layers = 2 * (HIDDEN_PASSES * sizes.hidden * len(sizes.layers) + 2 * INNER_PASSES * sizes.inner)
     moved = of_layers * (passes + more) * (1 if load.compiles else UNCOMPILED) * work.tokens
     moved += LOGIT_BYTES * sizes.vocabulary * work.head_tokens * passes
     moved += work.micro_batches * _weights_moved(model, shards, learns=learns)
-    compute = flops / (PRODUCTS * card.tflops * 1e12) + moved / (READ_WEIGHTS * card.memory_gb_s * 1e9)
+    compute = (flops / PRODUCTS + attended / ATTENTION) / (card.tflops * 1e12)
+    compute += moved / (READ_WEIGHTS * card.memory_gb_s * 1e9)
     compute += sizes.state * work.tokens * RECURRENT_S * passes
     if learns:
         compute = max(compute, work.micro_batches * len(sizes.layers) * LAYER_PASS_S)

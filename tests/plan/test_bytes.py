@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 from launch import ROOT
+from torch import nn
 
 from benchmarks import limited, make_model
-from extras.lora import LoRA
+from extras.lora import LoRA, adapters
 from extras.plan import hardware, host, memory
 from extras.plan.host import host_memory
 from extras.plan.memory import GIB, Engine, Load, Model, Way, engine_bytes, host_bytes, least_engine, needed, pass_bytes
 from extras.plan.sizes import Layer, Sizes, sizes_of
+from rl.model import sharding
 
 # Two layers with linear layers of widths 10, 2, 2, 10, 20, 20 and 10, and an embedding that is no LM head.
 LAYER = Layer(parameters=100, results=64, inner=20, attention=10, cache=4, adapted=((10, 10), (20, 10)))
@@ -87,6 +89,8 @@ MEASURED = {
     "2026-11-26_5f02779_hybrid-four-layers/step": ("4B-hybrid", 1, "selective", 8192, 0, 4, False, 0.1),
     "2026-11-26_5f02779_experts-beside-dense/dense": ("3B-dense", 2, "full", 16384, 32, None, False, 0.1),
     "2026-11-26_5f02779_experts-beside-dense/experts": ("30B-A3B", 2, "full", 16384, 32, None, False, 0.25),
+    "2026-11-27_9b00452_lora-four/lora-32b-four": ("32B", 4, "selective", 4096, 32, None, True, 0.05),
+    "2026-11-27_9b00452_lora-four/lora-30b-a3b-four": ("30B-A3B", 4, "selective", 16384, 32, None, True, 0.05),
 }
 
 
@@ -117,10 +121,34 @@ def test_a_pass_with_adapters_by_hand():
     load = replace(ONE, models=(Model(SIZES, rank=2),))
     found = pass_bytes(load.models[0], load, Way("selective", 1000), learns=True)
     a = 2 * (20 + 20 + 40 + 20)
-    per_layer = 64 + 10 + 10 + 10 + 2 * 2  # results of layers, again of the two with adapters, and of A alone
+    per_layer = 64 + 10 + 2 * 2  # results of layers with their adapters, and those of A alone
     assert found == 2 * a + 1000 * 2 * (20 + 2 * per_layer) + 4 * 1000 * per_layer
+    plain = replace(load, compiles=False)
+    found = pass_bytes(load.models[0], plain, Way("selective", 1000), learns=True)
+    assert found == 2 * a + 1000 * 2 * (20 + 2 * (per_layer + 10 + 10)) + 8 * 1000 * (per_layer + 10 + 10)
     # Without gradients nothing is kept but a layer's results, and weights are gathered.
     assert pass_bytes(load.models[0], load, Way("full", 1000), learns=False) == 2 * P + 2 * 1000 * 74
+
+
+def test_compiled_layers_keep_no_result_of_an_adapter_alone():
+    """Bytes that the forward pass of two adapted layers leaves for the backward pass, by torch's own hooks."""
+    wide, narrow = (adapters.Adapted(nn.Linear(*x, bias=False), 2, 1.0, None) for x in ((10, 20), (20, 10)))
+    unit = nn.Sequential(wide, nn.SiLU(), narrow)
+    sharding.recompute([unit], "selective")
+    for x in (wide.weight, narrow.weight):
+        x.requires_grad_(False)
+    compiled, weights = torch.compile(unit.forward, backend="aot_eager_decomp_partition"), {*unit.parameters()}
+    kept = {}
+
+    def keep(x):
+        if not any(x.data_ptr() == w.data_ptr() for w in weights):
+            kept[x.data_ptr()] = x.numel()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        compiled(torch.randn(7, 10, requires_grad=True))
+    # The input, the results of both A, and those of the first layer. Those of its B would be 20 more, of the second 10.
+    assert sum(kept.values()) == 7 * (10 + 2 + 20 + 2)
 
 
 def test_the_phases_of_full_training_by_hand():

@@ -184,7 +184,7 @@ def test_the_choice_by_hand():
         ("1.5B", (24, 128), {}, Way("full", 16384, optimizer_offload=True)),
         ("1.5B", (79.2, 128), {}, Way("selective", 16384)),
         ("7B", (79.2, 256), {}, Way("selective", 16384, param_offload=True)),
-        ("7B", (79.2, 128), dict(lora_rank=32), Way("selective", 8192)),
+        ("7B", (79.2, 128), dict(lora_rank=32), Way("selective", 16384)),
         ("14B", (79.2, 512), {}, Way("full", 16384, param_offload=True)),
         # The published configuration of verl: two GPUs share an engine, and there are two updates and a reference.
         (
