@@ -23,7 +23,7 @@ HIDDEN = {"PYTHONPATH": f"{ELSEWHERE}:{ROOT}"}
 def demo(tmp_path_factory) -> tuple[Path, str]:
     """The folder of a short demo without vLLM and Linux, and what it printed."""
     folder = tmp_path_factory.mktemp("demo") / "run"
-    output = launch.run("benchmarks/demo.py", "--run-dir", folder, "--sft-steps", 60, "--grpo-steps", 2, **HIDDEN)
+    output = launch.run("benchmarks/demo.py", "--run-dir", folder, "--sft-steps", 4, "--grpo-steps", 2, **HIDDEN)
     return folder, output
 
 
