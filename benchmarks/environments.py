@@ -22,7 +22,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import tyro
 
@@ -68,13 +68,14 @@ TASKS = {
         "calculator.py --tool python", 800, 30, CALLS, {"with": "--tools environments/python.py --max-turns 4"}
     ),
 }
+WAYS = tuple(dict.fromkeys(way for task in TASKS.values() for way in task.ways))
 
 
 @dataclass(frozen=True)
 class Args:
-    tasks: tuple[str, ...] = tuple(TASKS)
-    """These tasks are run, of calculator, guess and python."""
-    ways: tuple[str, ...] = ("with", "without", "echo")
+    tasks: tuple[Literal[*TASKS], ...] = tuple(TASKS)
+    """These tasks are run."""
+    ways: tuple[Literal[*WAYS], ...] = WAYS
     """These ways of each task are run, if it has them."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """train_grpo.py runs with each of these seeds. Data and SFT have seed 0."""

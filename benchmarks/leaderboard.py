@@ -109,10 +109,7 @@ def first_of_two(steps: list[int], accuracy: list[float], target: float) -> int 
 
 def has_result(job: learning.Job, target: float) -> bool:
     """Whether a run that goes on has reached the target twice in a row, so that its result is known."""
-    file = job.folder / "metrics.jsonl"
-    # The last line may be written just now.
-    lines = [json.loads(x) for x in file.read_text().split("\n")[:-1]] if file.exists() else []
-    evaluations = [x for x in lines if "val/accuracy" in x]
+    evaluations = [x for x in learning.metrics_of(job) if "val/accuracy" in x]
     steps, accuracy = [x["step"] for x in evaluations], [x["val/accuracy"] for x in evaluations]
     return first_of_two(steps, accuracy, target) is not None
 

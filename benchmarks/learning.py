@@ -323,10 +323,15 @@ def responses_by_step(metrics: list[dict], config: dict) -> dict[int, int]:
     return {0: 0} | dict(zip([line["step"] for line in steps], accumulate(counts), strict=True))
 
 
+def metrics_of(job: Job) -> list[dict]:
+    """The lines of a run's metrics.jsonl. A last line without its end is being written just now, and is left out."""
+    file = job.folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
+
+
 def summarize(job: Job, seconds: float, error: str | None) -> dict:
     """What a run left behind. `error`: why it failed, or None."""
-    file = job.folder / "metrics.jsonl"
-    metrics = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    metrics = metrics_of(job)
     config = json.loads((job.folder / "config.json").read_text()) if metrics else {}
     evaluations = [line for line in metrics if "val/accuracy" in line]
     responses = responses_by_step(metrics, config) if metrics else {}
