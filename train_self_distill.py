@@ -33,6 +33,7 @@ import torch
 from extras.self_distillation import (
     Hints,
     add_hints,
+    hints_of_rows,
     room_beside_hints,
     teacher_states,
     token_divergences,
@@ -99,9 +100,7 @@ def validate(args: Args) -> None:
             f"--jsd-beta {args.jsd_beta} makes no mixture; use --loss-mode forward_kl or reverse_kl instead"
         )
     if args.decoding.top_p < 1 or args.decoding.top_k > 0 or args.decoding.min_p > 0:
-        raise ValueError(
-            f"--loss-mode {args.loss_mode} compares whole distributions; drop --top-p, --top-k and --min-p"
-        )
+        raise ValueError(f"--loss-mode {args.loss_mode} compares whole distributions; drop --top-p, --top-k, --min-p")
 
 
 def main(args: Args) -> dict[str, float]:
@@ -138,6 +137,7 @@ def main(args: Args) -> dict[str, float]:
         # run ends if the trainer's log-probs of a few of them differ too much from the engine's. All ranks get the
         # scores and lengths of the whole step. Tokens stay on the rank that sampled them until phase 2.
         responses = sampler.sample(policy, step)  # B
+        hinted_ids = hints_of_rows(responses, sampler.rows)  # of each response, the tokens of its prompt with the hint
 
         # 2. Batch. Divide the step into updates, which are one optimizer step each, and each update into micro-batches,
         # which have room for the hints too. Send each rank the tokens that it trains on. Responses without a score
@@ -146,14 +146,14 @@ def main(args: Args) -> dict[str, float]:
             responses,
             trainable=torch.tensor([r.finish_reason != "error" for r in responses]),
             mini_batch_size=mini_batch_size * args.rollout_n,
-            max_tokens=room_beside_hints(run.memory.ppo_max_token_len_per_gpu, responses, sampler.rows),
+            max_tokens=room_beside_hints(run.memory.ppo_max_token_len_per_gpu, responses, hinted_ids),
             ranks=ranks,
             version=sampler.version,
         )  # (b, T)
         run.may_stop_after("batch")
 
         # 3. Hints. The teacher's batch has the same responses in the same rows, behind the prompts with hints.
-        hinted = with_hints(batch, responses, sampler.rows)  # (b, T')
+        hinted = with_hints(batch, responses, hinted_ids)  # (b, T')
 
         # === algorithm ================================================================================================
         # 4. Updates. A mini-batch makes one optimizer step, and its micro-batches only save memory.

@@ -48,6 +48,7 @@ SCRIPTS = (
     "train_dpo",
     "train_distill",
     "train_self_distill",
+    "train_self_distill_variants",
     "train_prime",
     "train_async",
     "sft",

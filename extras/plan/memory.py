@@ -49,6 +49,7 @@ class Model:
     is_frozen: bool = False
     is_away: bool = False  # on the host while the engine samples. A frozen one also while the policy learns.
     tower_learns: bool = False
+    fixed_bytes: int = 2  # of a parameter that does not learn
 
     @property
     def learned(self) -> tuple[int, ...]:
@@ -67,7 +68,7 @@ class Model:
 
     @property
     def fixed(self) -> int:
-        """Parameters that do not learn, in 16 bits."""
+        """Parameters that do not learn, mostly in 16 bits."""
         return self.sizes.total if self.rank or self.is_frozen else self.sizes.total - self.count
 
 
@@ -133,7 +134,7 @@ def needed(load: Load, way: Way, total: float) -> Needed:
     staying = [x for x in load.models if not (x.is_frozen and x.is_away)]
 
     def weights(x: Model) -> float:
-        return 0.0 if away else (4 * x.count + 2 * x.fixed) / n
+        return 0.0 if away else (4 * x.count + x.fixed_bytes * x.fixed) / n
 
     def moments(x: Model) -> float:
         return 0.0 if away or way.optimizer_offload else 8 * x.count / n
@@ -230,7 +231,7 @@ def host_bytes(load: Load, way: Way) -> float:
         each += 8 * learned / n
     for x in load.models:
         if way.param_offload:
-            each += (8 * x.count + 2 * x.fixed) / n  # weights, and gradients
+            each += (8 * x.count + x.fixed_bytes * x.fixed) / n  # weights, and gradients
         elif x.is_away:
             each += (2 * x.fixed + (4 if way.optimizer_offload else 12) * x.count) / n
     each += sum(2 * x.total / n for x in load.scores)

@@ -81,6 +81,10 @@ def models_of(args: Any) -> dict[str, Model]:
     if "teacher_model" in v and not v["teacher_url"]:
         sizes = sizes_of(v["teacher_model"], flag="--teacher-model")
         models["teacher"] = Model(sizes, is_frozen=True, is_away=v["teacher_offload"])
+    if v.get("teacher") == "ema" or (v.get("teacher") == "first" and not lora.lora_rank):
+        # A moving average of all weights is in float32. One of adapters stands beside weights in 16 bits.
+        width = 4 if v["teacher"] == "ema" and not lora.lora_rank else 2
+        models["teacher"] = Model(policy.sizes, is_frozen=True, fixed_bytes=width)
     if v.get("reward_model"):
         sizes = sizes_of(v["reward_model"], has_score=True, flag="--reward-model")
         models["judge"] = Model(sizes, is_frozen=True)

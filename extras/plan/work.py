@@ -66,6 +66,9 @@ def work_of(args: Any, response_length: float | None) -> Work:
     if samples and (every > 0 or evaluates_first) and data.held_out is None:
         assumed.append(f"--val-files {' '.join(v['val_files'])} cannot be read, so no evaluation is counted")
     hinted = data.hinted
+    if v.get("hint_from") == "group":
+        hinted = lengths.prompt + lengths.response
+        assumed.append("every response has another one as its hint, which is as long as the mean")
     if "hint_key" in v and hinted is None:
         hinted = float(v["max_hinted_prompt_length"])
         assumed.append(f"every prompt with its hint has --max-hinted-prompt-length {hinted:g} tokens")
@@ -137,10 +140,10 @@ def _phases(args: Any, v: dict[str, Any], hinted: float | None) -> list[Phase]:
     phases = [Phase("reward", models["judge"])] if "judge" in models else []
     phases += [Phase("values", critic)] if critic else []
     phases += [Phase("old_log_prob", policy)] if old else []
-    phases += [Phase("ref", models[role]) for role in ("reference", "teacher") if role in models]
+    phases += [Phase("ref", models[role]) for role in ("reference", "teacher") if role in models and hinted is None]
     phases += [Phase("prm", prm), Phase("prm", prm, learns=True)] if prm else []
-    # The policy itself reads the prompts with hints, as often as it learns.
-    phases += [Phase("update_actor", policy, times=epochs, prompt=hinted)] if hinted is not None else []
+    if hinted is not None:  # The policy itself, or another teacher, reads the prompts with hints as often as it learns.
+        phases += [Phase("update_actor", models.get("teacher", policy), times=epochs, prompt=hinted)]
     learning = [critic, policy] if critic else [policy]
     return phases + [Phase("update_actor", model, learns=True, times=epochs, updates=updates) for model in learning]
 
@@ -223,7 +226,7 @@ def mean_lengths(args: Any, v: dict[str, Any], rows: list[dict]) -> tuple[float,
             return *mean_tokens(tokenizer, file, pairs=v.get("offline") or is_of_rewards(args)), None
         encoded = encode_prompts(tokenizer, read_rows([file]))
         lengths, hinted = [len(row["prompt_ids"]) for row in encoded], None
-        if "hint_key" in v:
+        if "hint_key" in v and v.get("hint_from") != "group":
             options = dict(max_length=v["max_hinted_prompt_length"], drops_overlong=True, partner=None)
             hinted = mean([len(row["hinted_ids"]) for row in add_hints(args.hints, encoded, tokenizer, **options)])
     return mean([x for x in lengths if x <= v["max_prompt_length"]] or lengths), None, hinted

@@ -47,18 +47,38 @@ def add_hints(flags: Hints, rows: Any, tokenizer: Any, *, max_length: int, drops
     return hints.add_hints(flags, rows, tokenizer, max_length, drops_overlong, text_of)
 
 
-def with_hints(batch: Any, responses: Sequence[Any], rows: Sequence[dict]) -> Any:
+def hints_of_rows(responses: Sequence[Any], rows: Sequence[dict]) -> list[list[int]]:
+    """For each response the `hinted_ids` of its row."""
+    from extras.self_distillation import hints
+
+    return hints.of_rows(responses, rows)
+
+
+def hints_of_groups(flags: Hints, sampler: Any, *, right_score: float, max_length: int) -> list[list[int] | None]:
+    """For each response of all ranks the ids of its prompt with a right answer of its group as the hint, or None, see
+    `hints.of_groups`. All ranks must enter.
+    """
+    from extras.self_distillation import hints
+
+    task = sampler.task
+    text_of = task.partner.prompt_text if task.partner else None
+    how = dict(size=task.sampling.n, right_score=right_score, max_length=max_length, text_of=text_of)
+    own = hints.of_groups(flags, sampler.own_samples, sampler.rows, task.tokenizer, **how)
+    return sampler.ranks.all_gather(own)
+
+
+def with_hints(batch: Any, responses: Sequence[Any], hinted_ids: Sequence[Any]) -> Any:
     """The batch of the same responses behind prompts with hints, see `hints.with_hints`."""
     from extras.self_distillation import hints
 
-    return hints.with_hints(batch, responses, rows)
+    return hints.with_hints(batch, responses, hinted_ids)
 
 
-def room_beside_hints(max_tokens: int, responses: Sequence[Any], rows: Sequence[dict]) -> int:
+def room_beside_hints(max_tokens: int, responses: Sequence[Any], hinted_ids: Sequence[Any]) -> int:
     """Tokens of micro-batches that with hints have at most `max_tokens`, see `hints.room_beside_hints`."""
     from extras.self_distillation import hints
 
-    return hints.room_beside_hints(max_tokens, responses, rows)
+    return hints.room_beside_hints(max_tokens, responses, hinted_ids)
 
 
 def teacher_states(policy: Any, hinted: Any) -> Any:
@@ -70,10 +90,24 @@ def teacher_states(policy: Any, hinted: Any) -> Any:
     return student.teacher_states(policy, hinted)
 
 
-def token_divergences(policy: Any, batch: Any, states: Any, divergence: Callable, *, beta: float, sampling: Any) -> Any:
+def states_and_head(teacher: Any, hinted: Any) -> Any:
+    """The same states of a teacher that is another model, and the weight of its head, see `student.states_and_head`."""
+    from extras.self_distillation import student
+
+    return student.states_and_head(teacher, hinted)
+
+
+def move_towards(teacher: Any, policy: Any, rate: float) -> None:
+    """teacher = (1 - rate) teacher + rate policy, see `student.move_towards`."""
+    from extras.self_distillation import student
+
+    student.move_towards(teacher, policy, rate)
+
+
+def token_divergences(policy: Any, batch: Any, states: Any, divergence: Callable, **how: Any) -> Any:
     """Of every sampled token the student's log-prob, its entropy, its distance to the teacher, and the teacher's
     log-prob, all (b, T), see `student.token_divergences`.
     """
     from extras.self_distillation import student
 
-    return student.token_divergences(policy, batch, states, divergence, beta=beta, sampling=sampling)
+    return student.token_divergences(policy, batch, states, divergence, **how)

@@ -4,6 +4,8 @@ A hint never becomes a part of a response. The response keeps its token ids, and
 k-th sampled token of the plain batch is the k-th of the hinted one.
 """
 
+import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -53,11 +55,11 @@ def add_hints(
     return Lazy(encoded.places, lambda i: rows[i] | {"hinted_ids": encoded.get(i)})
 
 
-def with_hint(row: Row, flags: Hints) -> str | list[dict]:
-    """The prompt of a row with its hint. Example of the template `{prompt} Hint: {hint}`: a prompt "1+1=?" and a hint
-    "2" make "1+1=? Hint: 2". Of messages only the last one of the user changes.
+def with_hint(row: Row, flags: Hints, hint: str | None = None) -> str | list[dict]:
+    """The prompt of a row with a hint, by default its own. Example of the template `{prompt} Hint: {hint}`: a prompt
+    "1+1=?" and a hint "2" make "1+1=? Hint: 2". Of messages only the last one of the user changes.
     """
-    prompt, hint = row["prompt"], hint_of(row, flags.hint_key)
+    prompt, hint = row["prompt"], hint_of(row, flags.hint_key) if hint is None else hint
 
     def filled(text: str) -> str:
         values = {"{prompt}": text, "{hint}": hint, r"\n": "\n"}
@@ -85,16 +87,63 @@ def hint_of(row: Row, key: str) -> str:
     return value
 
 
-def with_hints(batch: Batch, responses: Sequence[Sample], rows: Sequence[Row]) -> Batch:
+def of_rows(responses: Sequence[Sample], rows: Sequence[Row]) -> list[list[int]]:
+    """For each response the `hinted_ids` of its row."""
+    hinted_ids = {row["row_index"]: row["hinted_ids"] for row in rows}
+    return [hinted_ids[r.row_index] for r in responses]
+
+
+def of_groups(
+    flags: Hints,
+    samples: Sequence[Sample],
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    *,
+    size: int,
+    right_score: float,
+    max_length: int,
+    text_of: Callable[..., str] | None = None,
+) -> list[list[int] | None]:
+    """For each sample the token ids of its prompt with another response of its group as the hint. That is the first one
+    whose score is at least `right_score`. The result is None if there is no such response, or if it makes no prompt of
+    at most `max_length` tokens.
+
+    Args: samples, this rank's, with their scores and texts, in groups of `size` side by side; rows, those of the step.
+    A text makes no prompt if it is empty, or if `prompt_ids` refuses it.
+    """
+    row_of = {row["row_index"]: row for row in rows}
+
+    def is_right(sample: Sample) -> bool:
+        value = sample.score.value
+        return value is not None and value >= right_score and bool(sample.score.text.strip())
+
+    @functools.cache  # most responses of a group have the same hint
+    def ids_with(place: int) -> list[int] | None:
+        row = row_of[samples[place].row_index]
+        hinted = row | {"prompt": with_hint(row, flags, samples[place].score.text)}
+        try:
+            [ids] = prompt_ids(tokenizer, [hinted], max_length, text_of)
+        except ValueError:  # The vocabulary or the chat template has no place for what the policy has written.
+            return None
+        return ids if len(ids) <= max_length else None
+
+    own = []
+    for i in range(len(samples)):
+        group = range(i - i % size, i - i % size + size)
+        first = next((k for k in group if k != i and is_right(samples[k])), None)
+        own.append(None if first is None else ids_with(first))
+    return own
+
+
+def with_hints(batch: Batch, responses: Sequence[Sample], hinted_ids: Sequence[Sequence[int] | None]) -> Batch:
     """A batch (b, T') of the same responses behind prompts with hints, for the teacher. Row i of it is row i of `batch`
     (b, T), and its response mask is 1 for the same tokens.
 
-    Args: batch, of `make_batch` of the responses of a step; rows, those of the step, with their `hinted_ids`. Columns
-    are left out, since they describe other sequences.
+    Args: batch, of `make_batch` of the responses of a step; hinted_ids, for each of these the prompt with its hint. A
+    response without one (None) keeps its prompt. Columns are left out, since they describe other sequences.
     """
-    hinted_ids = {row["row_index"]: row["hinted_ids"] for row in rows}
     numbers = range(len(responses)) if batch.rows is None else batch.rows.tolist()
-    prompts = [torch.tensor(hinted_ids[responses[i].row_index]) for i in numbers]
+    prompts = [torch.tensor(_or_prompt(hinted_ids[i], responses[i])) for i in numbers]
     starts = torch.tensor([len(responses[i].prompt_ids) for i in numbers], dtype=torch.long)
     lengths = batch.lengths - starts + torch.tensor([len(x) for x in prompts], dtype=torch.long)
     width = max([2, *lengths.tolist()])
@@ -106,13 +155,29 @@ def with_hints(batch: Batch, responses: Sequence[Sample], rows: Sequence[Row]) -
     return Batch(ids, lengths, mask, torch.zeros_like(mask), rows=batch.rows, share=batch.share)
 
 
-def room_beside_hints(max_tokens: int, responses: Sequence[Sample], rows: Sequence[Row]) -> int:
+def room_beside_hints(max_tokens: int, responses: Sequence[Sample], hinted_ids: Sequence[Sequence[int] | None]) -> int:
     """The most tokens of a micro-batch whose sequences have at most `max_tokens` together with hints.
 
-    No sequence becomes longer than `worst` times what it was. Sequences that share a prompt share the hint too, so that
-    holds for all of them together. Example: with `max_tokens` 100, a prompt of 4 tokens, 10 with its hint, and
-    responses of 2 and 6 tokens, `worst` is 12 / 6 = 2, and micro-batches have at most 50 tokens.
+    No run of neighbors that share a prompt becomes longer than `worst` times what it was, so that holds for a
+    micro-batch of such runs too. Neighbors with the same hint share that as well, and those with different hints share
+    nothing. Example: with `max_tokens` 100, a prompt of 4 tokens, 10 with its hint, and responses of 2 and 6 tokens,
+    `worst` is 12 / 6 = 2, and micro-batches have at most 50 tokens.
     """
-    hinted = {row["row_index"]: len(row["hinted_ids"]) for row in rows}
-    worst = max([1.0, *((hinted[r.row_index] + r.num_response_tokens) / r.num_tokens for r in responses)])
+    prompts, worst = [_or_prompt(x, r) for x, r in zip(hinted_ids, responses, strict=True)], 1.0
+    for first in range(len(responses)):
+        plain = hinted = 0  # tokens of the run that begins here, without and with hints
+        for i in itertools.count(first):
+            if i == len(responses) or responses[i].row_index != responses[first].row_index:
+                break
+            r = responses[i]
+            shared = max(r.shared, len(r.prompt_ids)) if i > first else 0
+            plain += r.num_tokens - shared
+            is_same = i > first and prompts[i] == prompts[i - 1]
+            hinted += r.num_tokens - shared if is_same else len(prompts[i]) + r.num_response_tokens
+            worst = max(worst, hinted / plain)
     return max(1, int(max_tokens / worst))
+
+
+def _or_prompt(hinted_ids: Sequence[int] | None, response: Sample) -> list[int]:
+    """The ids of a prompt with its hint, or of the prompt alone if there is no hint."""
+    return list(response.prompt_ids if hinted_ids is None else hinted_ids)

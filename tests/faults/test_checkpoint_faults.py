@@ -44,6 +44,7 @@ KILLED = {  # script, and what is special -> settings of a short run of it; one 
     "train_dpo": partial(h.dpo_settings, pairs="all", ref_update_steps=2),
     "train_distill": partial(h.distill_settings, loss_mode="jsd", reward_coef=1.0),
     "train_self_distill": h.self_distill_settings,
+    "train_self_distill_variants": partial(h.self_distill_settings, hint_from="group", teacher="ema"),
     "train_prime": partial(h.prime_settings, gen_batch_size=6, prime_update="after"),
     "sft": h.sft_settings,
     "train_reward": h.reward_settings,

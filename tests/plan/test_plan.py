@@ -31,6 +31,7 @@ NAMES = (
     "dpo",
     "distill",
     "self_distill",
+    "self_distill_variants",
     "prime",
     "async",
     "reward",

@@ -28,6 +28,7 @@ import train_prime
 import train_reinforce
 import train_reward
 import train_self_distill
+import train_self_distill_variants
 from extras import help as help_boxes
 from extras.lora import LoRA
 from extras.plan import settle
@@ -51,6 +52,7 @@ TRAINING = {
     "dpo": train_dpo,
     "distill": train_distill,
     "self_distill": train_self_distill,
+    "self_distill_variants": train_self_distill_variants,
     "prime": train_prime,
     "sft": sft,
     "reward": train_reward,

@@ -48,6 +48,7 @@ import train_ppo
 import train_prime
 import train_reinforce
 import train_self_distill
+import train_self_distill_variants
 from benchmarks import (
     compare_trl,
     environments,
@@ -79,7 +80,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 MODULES = (
     train_grpo, train_grpo_variants, train_dapo, train_ppo, train_reinforce, train_dpo, train_prime, train_distill,
-    train_self_distill, train_async, sft,
+    train_self_distill, train_self_distill_variants, train_async, sft,
 )  # fmt: skip
 SCRIPTS = {f"{x.__name__}.py": x.Args for x in MODULES}
 SHAPE = dict(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=32)

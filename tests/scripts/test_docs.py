@@ -31,8 +31,9 @@ SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 TORCHRUN = {option for action in get_args_parser()._actions for option in action.option_strings}
 ALGORITHMS = ["train_grpo", "train_ppo", "train_dapo", "train_reinforce", "train_dpo", "train_distill", "train_prime"]
 ALGORITHMS += ["train_self_distill"]
-LOGGED = [*ALGORITHMS, "train_grpo_variants", "train_async"]
+LOGGED = [*ALGORITHMS, "train_grpo_variants", "train_self_distill_variants", "train_async"]
 PAGE_OF = {script: f"{script}.md" for script in LOGGED} | {"train_grpo_variants": "variants.md"}
+PAGE_OF["train_self_distill_variants"] = "train_self_distill.md"
 SCRIPT_OF = {page.removesuffix(".md"): script for script, page in PAGE_OF.items()}
 DATA = [f"data/{path.stem}" for path in sorted((ROOT / "data").glob("*.py")) if path.stem != "files"]
 OTHERS = {"--kill-on-bad-exit", "--requeue", "--signal", "--fix", "--long"}  # of Slurm, ruff and memory_table.py
@@ -329,6 +330,7 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
     changes["train_reinforce"] = dict(use_kl_loss=True, adv_estimator="remax")
     changes |= {"train_distill": dict(loss_mode="jsd", teacher_model=task.model), "train_prime": {}}
     changes["train_self_distill"] = dict(hint_template=r"{prompt}\n{hint}", max_hinted_prompt_length=80)
+    changes["train_self_distill_variants"] = changes["train_self_distill"] | dict(hint_from="group", teacher="ema")
     (port,), changes["train_async"] = launch.free_ports(1), dict(samplers=0, use_kl_loss=True, total_training_steps=3)
     changes["train_async"]["sampler_address"] = address = f"tcp://127.0.0.1:{port}"
     launch.fork("extras.samplers.sampler", {"connect": address, "token": "metrics"}, folder / "sampler.log", ranks=0)

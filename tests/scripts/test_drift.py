@@ -11,24 +11,24 @@ from launch import ROOT
 
 FAMILY = ["train_grpo_variants", "train_dapo", "train_reinforce", "train_distill", "train_prime"]
 CLIPPED = ["train_ppo", *FAMILY[1:]]  # scripts that have the clipped loss in their own lines
-SELF = "train_self_distill"
+SELF = ["train_self_distill", "train_self_distill_variants"]
 SUPERVISED = ("sft", "train_reward")
 STOP = "run.may_stop_after('{}')"
 # name -> scripts, of which the first is the model; the first and the last statement of the block
 BLOCKS = {
     "a step begins": (
-        ["train_grpo", "train_ppo", FAMILY[0], "train_reinforce", "train_distill", SELF],
+        ["train_grpo", "train_ppo", FAMILY[0], "train_reinforce", "train_distill", *SELF],
         "run.evaluate_if_due(",
         "responses = sampler.sample(",
     ),
     "clipped policy loss": (["train_grpo", *CLIPPED], "ratio = ", "pg_loss = pg_loss * weights"),
     "learning rate": (
-        ["train_grpo", *FAMILY[:4], "train_dpo", SELF],
+        ["train_grpo", *FAMILY[:4], "train_dpo", *SELF],
         "lr = args.lr",
         "optimizer.param_groups[0]['lr'] = lr",
     ),
-    "optimizer step": (["train_grpo", *FAMILY, "train_dpo", SELF], "norm = clip_grad_norm(", "norms.append("),
-    "end": (["train_grpo", "train_ppo", *FAMILY, "train_dpo", SELF], "run.evaluate_if_due(", "return "),
+    "optimizer step": (["train_grpo", *FAMILY, "train_dpo", *SELF], "norm = clip_grad_norm(", "norms.append("),
+    "end": (["train_grpo", "train_ppo", *FAMILY, "train_dpo", *SELF], "run.evaluate_if_due(", "return "),
     "step of demonstrations": (list(SUPERVISED), "norm = clip_grad_norm(", STOP.format("update")),
 }
 # Names that stand for another of the model.

@@ -24,6 +24,7 @@ import train_prime
 import train_reinforce
 import train_reward
 import train_self_distill
+import train_self_distill_variants
 from extras.engines import hf
 from rl.data.order import derive_seed
 from rl.flags import _each, build, flat
@@ -315,6 +316,7 @@ RETURNING = {
     "train_dpo": (train_dpo, h.dpo_settings, RL_EVALUATION),
     "train_distill": (train_distill, h.distill_settings, RL_EVALUATION),
     "train_self_distill": (train_self_distill, h.self_distill_settings, RL_EVALUATION),
+    "train_self_distill_variants": (train_self_distill_variants, h.self_distill_settings, RL_EVALUATION),
     "train_prime": (train_prime, h.prime_settings, RL_EVALUATION),
     "sft": (sft, h.sft_settings, {"val/loss"}),
     "train_reward": (train_reward, h.reward_settings, {"val/loss", "val/accuracy"}),

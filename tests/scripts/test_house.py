@@ -44,6 +44,7 @@ LIMITS = {
     "train_reinforce.py": 186,
     "train_reward.py": 99,
     "train_self_distill.py": 131,
+    "train_self_distill_variants.py": 179,
 }
 
 # Only the lines of a new check may raise a limit: a line (figure, code lines, the check in a sentence) under its
@@ -256,8 +257,8 @@ def test_the_front_page_says_how_long_the_code_is():
     assert f"`train_grpo.py` is GRPO in {now['train_grpo.py']} lines of code, {len(lines)} with comments" in page
     assert "has fewer than 4,000 lines of code for its core and about 1,700 for what keeps a run alive" in page
     assert now["core"] < 4000 and 1650 <= now["wall"] < 1750
-    assert "is in `extras/`, about 7,500 lines" in page
-    assert 7250 <= sum(map(size, (ROOT / "extras").rglob("*.py"))) < 7750
+    assert "is in `extras/`, about 8,000 lines" in page
+    assert 7750 <= sum(map(size, (ROOT / "extras").rglob("*.py"))) < 8250
 
 
 def test_what_counts_as_a_code_line():

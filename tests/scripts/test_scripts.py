@@ -35,6 +35,7 @@ import train_prime
 import train_reinforce
 import train_reward
 import train_self_distill
+import train_self_distill_variants
 from extras.demonstrations.encode import encode_demonstration
 from extras.demonstrations.rows import read_demonstrations
 from extras.engines import hf
@@ -61,6 +62,7 @@ SCRIPTS = {
     "train_dpo": train_dpo,
     "train_distill": train_distill,
     "train_self_distill": train_self_distill,
+    "train_self_distill_variants": train_self_distill_variants,
     "train_prime": train_prime,
     "sft": sft,
     "train_reward": train_reward,

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_self_distill
+import train_self_distill_variants as family
 from extras.engines import hf
 from rl.flags import build
 from rl.model import load as models
@@ -184,11 +185,14 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(distill):
 
 
 @pytest.mark.thorough
-def test_two_ranks_learn_what_one_does(distill, task, tmp_path, monkeypatch, in_double):
+@pytest.mark.parametrize("script", ["train_self_distill", "train_self_distill_variants"])
+def test_two_ranks_learn_what_one_does(script, distill, variants, task, tmp_path, monkeypatch, in_double):
     """Three prompts per step, so one rank samples more than the other, and a budget of about one response each."""
     changes = dict(train_batch_size=3, ppo_mini_batch_size=2, lr=1e-4, ppo_max_token_len_per_gpu=100)
+    if script == "train_self_distill_variants":
+        distill, changes = variants, changes | MEMBERS["SDPO"]
     settings = h.self_distill_settings(task, tmp_path / "two", **changes)
-    entry = {"script": "train_self_distill", "settings": settings, "comparable": True}
+    entry = {"script": script, "settings": settings, "comparable": True}
     status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=2)
     assert status == 0, output
     monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
@@ -198,6 +202,187 @@ def test_two_ranks_learn_what_one_does(distill, task, tmp_path, monkeypatch, in_
         assert line == pytest.approx(expected, rel=1e-5, abs=1e-6)
     final = h.weights(tmp_path / "two" / "global_step_2")
     assert h.distance(final, distill.weights(1, 2)) < 1e-6 < 1e-5 < h.distance(final, h.original(task))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The variants
+
+
+@pytest.fixture
+def variants(task, tmp_path):
+    return h.Runs(family, partial(h.self_distill_settings, task), tmp_path / "variants")
+
+
+def group_hints_by_hand(task, prompt, group):
+    """The token ids of a prompt with the first other right answer of the group, for each response, or None. The text is
+    written out here.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    [row] = [x for x in pq.read_table(task.train).to_pylist() if x["prompt"][0]["content"] in tokenizer.decode(prompt)]
+    texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group]
+    right = [h.parity(text, row["reward_model"]["ground_truth"]) and text.strip() for text in texts]
+    result = []
+    for i in range(len(group)):
+        hint = next((texts[k] for k in range(len(group)) if right[k] and k != i), None)
+        said = f"<|im_start|>user\n{row['prompt'][0]['content']}\n{hint}<|im_end|>\n<|im_start|>assistant\n"
+        result.append(None if hint is None else tokenizer(said)["input_ids"])
+    return result
+
+
+def over_top_k_by_hand(k, student, teacher):
+    """The probabilities of the k tokens that the student finds most likely, and of all others, by both."""
+    top = sorted(range(len(student)), key=lambda v: -student[v].item())[:k]
+    return [[*(p[v] for v in top), 1 - sum(p[v] for v in top)] for p in (student, teacher)]
+
+
+def plain_variant(task, args, rounds):
+    """A member of the family by the book: weights of policy and teacher, losses, and shares without hints."""
+    hinted, model, teacher = hinted_prompts(task), *(
+        AutoModelForCausalLM.from_pretrained(task.model).double() for _ in range(2)
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+    losses, without = [], []
+    for one_round in rounds:
+        learned, total = [], 0
+        for prompt, group in one_round:
+            of_group = group_hints_by_hand(task, prompt, group)
+            ids = of_group if args.hint_from == "group" else [hinted[tuple(prompt)]] * len(group)
+            learned += [(prompt, x, list(c.token_ids)) for x, c in zip(ids, group, strict=True) if x is not None]
+            total += len(group)
+        loss, count = 0.0, sum(len(ids) for _, _, ids in learned)
+        for prompt, with_hint, ids in learned:
+            student = log_probs(model, prompt, ids, 1.0).exp()
+            with torch.no_grad():
+                other = log_probs(model if args.teacher == "live" else teacher, with_hint, ids, 1.0).exp()
+            for p, t in zip(student, other, strict=True):
+                both = over_top_k_by_hand(args.distill_top_k, p, t) if args.distill_top_k > 0 else (p, t)
+                loss = loss + distance_by_hand(args.loss_mode, *both, args.jsd_beta) / count
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if args.teacher == "ema":
+            with torch.no_grad():
+                for x, y in zip(teacher.parameters(), model.parameters(), strict=True):
+                    x.copy_((1 - args.teacher_ema_rate) * x + args.teacher_ema_rate * y)
+        losses.append(loss.item())
+        without.append(1 - len(learned) / total)
+    return dict(model.named_parameters()), dict(teacher.named_parameters()), losses, without
+
+
+MEMBERS = {
+    "SDPO": dict(hint_from="group", teacher="ema", teacher_ema_rate=0.25, distill_top_k=4, loss_mode="jsd"),
+    "OPSD": dict(teacher="first", loss_mode="jsd", train_batch_size=2, ppo_mini_batch_size=2),
+}
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_steps_of_variants_are_what_plain_transformers_computes(
+    member, variants, task, tmp_path, monkeypatch, in_double
+):
+    """The average after two steps and the first policy too, and what a group without another right answer teaches."""
+    rounds = []
+    h.record_rounds(rounds, monkeypatch.setattr)
+    changes = dict(lr=2e-3, grad_clip=0.5, rollout_n=3, ppo_max_token_len_per_gpu=240) | MEMBERS[member]
+    variants(**changes)
+    args = build(family.Args, **h.self_distill_settings(task, tmp_path, **changes))
+    weights, teacher, losses, without = plain_variant(task, args, rounds)
+    lines = variants.lines(1)
+    assert [x["distillation/loss"] for x in lines] == pytest.approx(losses, rel=2e-4)
+    assert [x["distillation/without_hint"] for x in lines] == pytest.approx(without)
+    assert 0 < min(without) <= max(without) < 0.8 if member == "SDPO" else without == [0, 0]
+    final, start = variants.weights(1, 2), h.original(task)
+    assert h.distance(final, weights) < 1e-5 < 1e-3 < h.distance(final, start)
+    others, *_ = plain_variant(
+        task, build(family.Args, **h.self_distill_settings(task, tmp_path, **changes | dict(teacher="live"))), rounds
+    )
+    assert h.distance(final, others) > 1e-4
+    saved = {
+        name.removeprefix("teacher/model/"): x for name, x in h.saved_state(variants.dir(1) / "global_step_2").items()
+    }
+    assert (teacher.keys() <= saved.keys()) == (member == "SDPO")
+    if member == "SDPO":
+        assert h.distance({name: saved[name] for name in teacher}, teacher) < 1e-5 < 1e-4 < h.distance(teacher, start)
+
+
+def test_without_flags_the_family_is_train_self_distill(distill, variants):
+    distill()
+    variants()
+    h.assert_same(distill.weights(1, 2), variants.weights(1, 2))
+    one, two = (h.timeless(x.lines(1)) for x in (distill, variants))
+    assert [x.pop("distillation/without_hint") for x in two] == [0, 0] and one == two
+
+
+def test_a_resumed_average_ends_where_an_unbroken_one_does(variants):
+    changes = dict(MEMBERS["SDPO"], save_freq=1)
+    variants(total_training_steps=3, **changes)
+    variants(total_training_steps=2, **changes)
+    variants.count -= 1
+    variants(total_training_steps=3, **changes)
+    h.assert_same(*(h.saved_state(variants.dir(i) / "global_step_3") for i in (1, 2)))
+    lines = [h.timeless(variants.lines(i)) for i in (1, 2)]
+    assert lines[0] == lines[1] and len(lines[0]) == 3
+
+
+def test_with_adapters_the_average_is_one_of_adapters_and_the_first_policy_is_the_base(variants, task):
+    """The average of each adapter, by hand from the adapters after each of two steps."""
+    changes = dict(lora_rank=2, lr=1e-2, save_freq=1)
+    variants(teacher="ema", teacher_ema_rate=0.25, **changes)
+    states = [h.saved_state(variants.dir(1) / f"global_step_{step}") for step in (1, 2)]
+    names = [name for name in states[0] if name.startswith("teacher/")]
+    assert len(names) > 10 and all("lora_" in name for name in names)
+    for name in names:
+        before, (one, two) = states[0][name], (x[name.replace("teacher/", "actor/")] for x in states)
+        if "lora_B" in name:  # it begins as zero
+            assert torch.allclose(before, 0.25 * one)
+        assert torch.allclose(states[1][name], 0.75 * before + 0.25 * two)
+    variants(teacher="first", **changes)
+    variants(teacher="live", **changes)
+    losses = [[x["distillation/loss"] for x in variants.lines(i)] for i in (1, 2, 3)]
+    assert losses[0][0] == pytest.approx(losses[1][0]) == pytest.approx(losses[2][0])  # all begin at the same weights
+    assert len({round(x[1], 6) for x in losses}) == 3
+
+
+def test_a_step_without_a_hint_changes_nothing_and_goes_on(variants, task):
+    """No response is right by this measure. Three steps in a row without anything to learn are no error."""
+    variants(hint_from="group", right_score=2.0, total_training_steps=4)
+    assert [x["distillation/without_hint"] for x in variants.lines(1)] == [1.0] * 4
+    assert h.distance(variants.weights(1, 4), h.original(task)) == 0
+
+
+def test_the_distance_over_top_k_by_hand():
+    """The student's two likeliest tokens are 1 and 2, and the teacher gives 0.2 and 0.1 to them, and 0.7 to others."""
+    student, teacher = torch.tensor([[0.1, 0.5, 0.3, 0.1]]).log(), torch.tensor([[0.4, 0.2, 0.1, 0.3]]).log()
+    entries = [(0.5, 0.2), (0.3, 0.1), (0.2, 0.7)]
+    expected = sum(p * math.log(p / t) for p, t in entries)
+    formula = family.DIVERGENCES["reverse_kl"]
+    assert family.over_top_k(formula, 2, student, teacher, 0.5).tolist() == pytest.approx([expected])
+    whole = formula(student, teacher).item()
+    assert expected < whole == pytest.approx(family.over_top_k(formula, 9, student, teacher, 0.5).item(), abs=1e-6)
+
+
+# The logits of five tokens by the student and the teacher at two positions, and what TRL makes of them.
+STUDENT = [[2.0, 1.0, 0.0, -1.0, 0.5], [0.0, 0.0, 3.0, 1.0, -2.0]]
+TEACHER = [[0.5, 2.0, 0.0, -0.5, 1.0], [0.0, 1.0, 1.0, 1.0, 0.0]]
+OF_TRL = {  # loss mode and beta -> over all tokens, and over 2 and a tail
+    ("forward_kl", 0.5): ([0.4742772511, 0.8277551248], [0.4664611263, 0.7314928299]),
+    ("reverse_kl", 0.5): ([0.5785998758, 0.6613244226], [0.5726264868, 0.6443924862]),
+    ("jsd", 0.3): ([0.1004737521, 0.1463684501], [0.0989752077, 0.1382200156]),
+    ("jsd", 0.5): ([0.1227398654, 0.1665800892], [0.1210515656, 0.1595157610]),
+}
+
+
+@pytest.mark.parametrize("case", OF_TRL, ids=str)
+def test_distances_are_those_of_trl(case):
+    """The numbers are what trl/experimental/sdpo/loss_utils.py of TRL 1.10.0.dev0 (commit f2cd577) gives in float64, by
+    compute_full_logit_self_distillation_loss and by compute_topk_self_distillation_loss with a tail. TRL's alpha is 0
+    for forward_kl, 1 for reverse_kl, and beta for jsd.
+    """
+    formula, beta = family.DIVERGENCES[case[0]], case[1]
+    logps = [torch.tensor(x, dtype=torch.float64).log_softmax(-1) for x in (STUDENT, TEACHER)]
+    whole, of_two = OF_TRL[case]
+    assert formula(*logps, beta=beta).tolist() == pytest.approx(whole, rel=1e-9)
+    assert family.over_top_k(formula, 2, *logps, beta).tolist() == pytest.approx(of_two, rel=1e-9)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -260,3 +445,20 @@ def test_self_distill_refuses(case, distill, monkeypatch):
     for word in words:
         assert word in str(error.value), f"{word!r} is not in {error.value}"
     assert not distill.dir(1).exists()
+
+
+REFUSED = {
+    "no group": (dict(hint_from="group", rollout_n=1), ["--hint-from group", "--rollout-n 1"]),
+    "no right answers": (dict(right_score=0.5), ["--right-score 0.5", "--hint-from group"]),
+    "no average": (dict(teacher="first", teacher_ema_rate=0.5), ["--teacher-ema-rate 0.5", "--teacher ema"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_family_refuses(case, variants, monkeypatch):
+    monkeypatch.setattr(models, "load_pretrained", None)
+    changes, words = REFUSED[case]
+    with pytest.raises(ValueError) as error:
+        variants(**changes)
+    for word in words:
+        assert word in str(error.value), f"{word!r} is not in {error.value}"

@@ -22,7 +22,7 @@ from torch.distributed.run import get_args_parser
 from rl import flags
 
 RL_SCRIPTS = "train_grpo train_grpo_variants train_ppo train_dapo train_reinforce train_dpo train_distill train_prime"
-RL_SCRIPTS += " train_self_distill train_async"
+RL_SCRIPTS += " train_self_distill train_self_distill_variants train_async"
 SCRIPTS = [ROOT / f"{name}.py" for name in [*RL_SCRIPTS.split(), "sft", "train_reward", "eval"]]  # not a user's copies
 LIBRARY = sorted((ROOT / "rl").rglob("*.py"))
 EXTRAS = sorted((ROOT / "extras").rglob("*.py"))

@@ -25,8 +25,7 @@ def batches():
         for (row, ids), mask in zip(RESPONSES, MASKS, strict=True)
     ]
     batch = collate(samples, rows=range(len(samples)))
-    rows = [{"row_index": row, "hinted_ids": hinted} for row, (_, hinted) in PROMPTS.items()]
-    return batch, with_hints(batch, samples, rows)
+    return batch, with_hints(batch, samples, [PROMPTS[row][1] for row, _ in RESPONSES])
 
 
 def by_the_book(path, formula):
