@@ -92,6 +92,7 @@ SELF_DISTILL = (
     "train_self_distill.py --train-batch-size 64 --rollout-n 1 --hint-template {prompt}{hint} "
     "--max-hinted-prompt-length 72"
 )
+GROUP = "train_self_distill_variants.py --hint-from group --hint-template {prompt}{hint} --max-hinted-prompt-length 92"
 LOSSES = {
     "ppo_clip": f"train_grpo.py {FOUR_UPDATES}",
     "gspo": f"train_grpo_variants.py {FOUR_UPDATES} --loss-mode gspo --loss-agg-mode seq-mean-token-mean "
@@ -193,6 +194,10 @@ RUNS = {
         "self_distill_reverse_kl": f"{SELF_DISTILL} --loss-mode reverse_kl",
         "self_distill_forward_kl": f"{SELF_DISTILL} --loss-mode forward_kl",
         "self_distill_jsd": f"{SELF_DISTILL} --loss-mode jsd",
+    },
+    "the same with a right answer of the group as the hint, eight responses per prompt": {
+        "self_distill_group": f"{GROUP} --loss-mode jsd",
+        "self_distill_group_ema": f"{GROUP} --loss-mode jsd --teacher ema",
     },
     "LoRA at ten times the learning rate, one update per step": {
         f"lora_{rank}": f"train_grpo.py --lora-rank {rank} --lr 1e-3" for rank in (1, 8, 32)

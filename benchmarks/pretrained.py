@@ -97,6 +97,8 @@ RUNS = {
     "self-distillation: the policy with the row's solution is the teacher": {
         "self_distill": "train_self_distill.py",
         "self_distill_jsd": "train_self_distill.py --loss-mode jsd",
+        "self_distill_group": "train_self_distill_variants.py --hint-from group --teacher ema --loss-mode jsd "
+        "--distill-top-k 100",
     },
     "GRPO with less memory": {
         **{f"lora_{rank}": f"train_grpo.py --lora-rank {rank} --lr 1e-4" for rank in (1, 8, 32)},
