@@ -17,7 +17,7 @@ from launch import ROOT
 from transformers import Qwen2Config
 
 from benchmarks import plan_errors, plan_measure
-from extras.plan import Hardware, exit_if_planning, report, work
+from extras.plan import Hardware, exit_if_planning, report, ways, work
 from extras.plan.cards import GIB, KINDS, named
 from rl.flags import change, flat
 from rl.run.clock import Clock
@@ -249,6 +249,26 @@ def test_self_distillation_also_reads_the_prompts_with_hints(tmp_path, model):
     assert "every prompt with its hint has --max-hinted-prompt-length 68 tokens" in missing.assumed
     longer, shorter = (step("self_distill", model, max_hinted_prompt_length=n).phases for n in (4096, 1024))
     assert longer["update_actor"] > 1.3 * shorter["update_actor"]
+
+
+def test_the_teacher_of_self_distillation_may_be_another_model(tmp_path, model):
+    task = h.make_task(tmp_path)
+    args = h.build(TRAINING["self_distill_variants"].Args, **h.self_distill_settings(task, tmp_path / "run"))
+    args = change(args, hint_from="group")
+    found = work.work_of(args, 8)
+    assert found.phases[0].prompt == found.lengths.prompt + 8  # the hint is another response
+    weights = {}
+    for teacher in ("live", "first", "ema"):
+        for rank in (0, 4):
+            models = ways.models_of(change(args, model=model, teacher=teacher, lora_rank=rank))
+            x = models.get("teacher")
+            weights[teacher, rank] = x and x.fixed_bytes * x.fixed / x.sizes.total
+    assert weights == {
+        ("live", 0): None, ("first", 0): 2, ("ema", 0): 4, ("live", 4): None, ("first", 4): None, ("ema", 4): 2,
+    }  # fmt: skip
+    phases = {teacher: work.work_of(change(args, teacher=teacher), None).phases for teacher in ("live", "ema")}
+    assert [x.name for x in phases["ema"]] == [x.name for x in phases["live"]]
+    assert phases["ema"][0].model.is_frozen and not phases["live"][0].model.is_frozen
 
 
 def test_held_out_files_that_cannot_be_read_are_named(tmp_path):
