@@ -160,9 +160,9 @@ def main(args: Args) -> dict[str, float]:
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
         mean, std = advantages.group_mean_std(scores_PG)  # (P, 1)
         advantages_PG = ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
-        # batch.rows (b,) has the numbers of this rank's responses among all B, so indexing with it gives (b, 1). The
-        # mask (b, T) then gives every sampled token the advantage of its response.
-        batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
+        # batch.responses (b,) has, for each of this rank's rows, the number of its response among all B, so indexing
+        # with it gives (b, 1). The mask (b, T) then gives every sampled token the advantage of its response.
+        batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.responses] * batch.response_mask)  # (b, T)
         run.may_stop_after("adv")
 
         # 5. Updates. There is one optimizer step for each mini-batch. Its gradient is summed over micro-batches, which

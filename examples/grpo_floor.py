@@ -148,9 +148,9 @@ def main(args: Args) -> dict[str, float]:
         mean, _ = advantages.group_mean_std(scores_PG)  # (P, 1)
         n = scores_PG.isfinite().sum(1, keepdim=True)  # (P, 1)
         advantages_PG = ((scores_PG - mean) * n / (n - 1).clamp(min=1)).nan_to_num()  # (P, G), 0 without a score
-        # batch.rows (b,) has the numbers of this rank's responses among all B, so indexing with it gives (b, 1). The
-        # mask (b, T) then gives every sampled token the advantage of its response.
-        batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
+        # batch.responses (b,) has, for each of this rank's rows, the number of its response among all B, so indexing
+        # with it gives (b, 1). The mask (b, T) then gives every sampled token the advantage of its response.
+        batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.responses] * batch.response_mask)  # (b, T)
         run.may_stop_after("adv")
 
         # 5. Updates. There is one optimizer step for each mini-batch. Its gradient is summed over micro-batches, which

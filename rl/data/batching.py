@@ -160,10 +160,11 @@ def make_batch(
 
     Args:
         responses: of the step, the same list on all ranks (see `gather_responses`). Neighbors that share a prompt and
-            are in the same mini-batch cost less.
+            are in the same mini-batch cost less. The rows of a response that has several are in one mini-batch, and
+            each of its sampled tokens counts once in `num_tokens`.
         trainable: (B,) bool, whether a response is learned from; by default every response that has a score. One that
             is not keeps its place, and its mask is zero.
-        mini_batch_size: rows of an optimizer step; the last one may have fewer.
+        mini_batch_size: responses of an optimizer step; the last one may have fewer.
         max_tokens, rows_per_unit: as for `plan_update`.
         order: all places in `responses`, in the order in which the mini-batches take them; by default as they are.
             Only for one row per unit, since units are neighbors in `responses`.
@@ -176,7 +177,11 @@ def make_batch(
         trainable = torch.tensor([r.score.value is not None for r in responses], dtype=torch.bool)
     assert order is None or rows_per_unit == 1, "another order would tear units apart"
     order = range(len(responses)) if order is None else order
-    minis = [sorted(order[start : start + mini_batch_size]) for start in range(0, len(order), mini_batch_size)]
+    owners = torch.tensor([i for i, r in enumerate(responses) for _ in r.as_rows], dtype=torch.long)
+    ends = np.cumsum([len(r.as_rows) for r in responses]).tolist()  # of the rows of each response
+    chunks = [order[start : start + mini_batch_size] for start in range(0, len(order), mini_batch_size)]
+    minis = [sorted(x for i in chunk for x in range(ends[i] - len(responses[i].as_rows), ends[i])) for chunk in chunks]
+    responses, trainable = [row for r in responses for row in r.as_rows], trainable[owners]
     lengths, shared = [r.num_tokens for r in responses], _shared(responses, minis, ranks)
     learned = [r.num_sampled * int(x) for r, x in zip(responses, trainable.tolist(), strict=True)]
     plan = partial(plan_update, lengths, max_tokens=max_tokens, ranks=ranks, shared=shared, learned=learned)
@@ -192,7 +197,8 @@ def make_batch(
     versions = columns.pop("versions", torch.full_like(batch.input_ids, torch.iinfo(torch.int32).max))
     if version is not None:  # tokens of unknown versions count as those that were not sampled
         columns["ages"] = torch.where(versions <= version, version - versions, -1)
-    return replace(batch, share=batch.lengths / totals[batch.rows], columns=columns), updates
+    share, owners = batch.lengths / totals[batch.rows], owners[batch.rows]
+    return replace(batch, share=share, columns=columns, responses=owners), updates
 
 
 def _shared(responses: Sequence[Sample], minis: Sequence[Sequence[int]], ranks: Ranks) -> list[int]:

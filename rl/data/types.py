@@ -127,19 +127,30 @@ class Sample:
     # How many tokens, counted from the start of the prompt, it has in common with the sample before it, if that answers
     # the same row, and otherwise 0.
     shared: int = 0
+    # The rows of tokens of a response that has several conversations, as that of an agent. It has no tokens of its own.
+    # Its rows have no prompt apart from their response. Statistics count the response, and batches have its rows.
+    rows: tuple["Sample", ...] = ()
 
     def __post_init__(self):
         dtypes = dict(prompt_ids="int32", response_ids="int32", response_mask="int8", rollout_logprobs="float32")
         for name, dtype in dtypes.items():
             if (x := getattr(self, name)) is not None:
                 object.__setattr__(self, name, np.asarray(x, dtype))
-        if self.response_ids is not None:
+        if self.rows:
+            for name in ("num_response_tokens", "num_sampled"):
+                object.__setattr__(self, name, sum(getattr(row, name) for row in self.rows))
+        elif self.response_ids is not None:
             object.__setattr__(self, "num_response_tokens", len(self.response_ids))
             object.__setattr__(self, "num_sampled", int(self.response_mask.sum()))
 
     def tokens(self) -> dict[str, Any]:
         """The fields that only a rank with the tokens of this response has, by name."""
         return {x: getattr(self, x) for x in ("response_ids", "response_mask", "rollout_logprobs", "columns")}
+
+    @property
+    def as_rows(self) -> tuple["Sample", ...]:
+        """The rows of a batch that the response makes up: its own, or itself."""
+        return self.rows or (self,)
 
     @property
     def num_tokens(self) -> int:
@@ -154,7 +165,8 @@ class Sample:
 
     def without_tokens(self) -> "Sample":
         """The sample as the ranks know it that do not have its tokens. The fields of `tokens` are empty."""
-        return replace(self, **dict.fromkeys(self.tokens()) | {"columns": {}})
+        rows = tuple(row.without_tokens() for row in self.rows)
+        return replace(self, **dict.fromkeys(self.tokens()) | {"columns": {}, "rows": rows})
 
     def without_texts(self) -> "Sample":
         """The sample with its score, without the texts that only scoring and logs need."""
@@ -180,8 +192,10 @@ class Batch:
     advantages: torch.Tensor | None = None  # (b, T)
     values: torch.Tensor | None = None  # (b, T) by a critic, if the script has one
     returns: torch.Tensor | None = None  # (b, T) what the critic learns to predict
-    # (b,) int64, ascending. It says which of the step's responses each row is. None means 0..b-1.
+    # (b,) int64, ascending. It says which of the step's rows each row is. None means 0..b-1. These are the numbers of
+    # the responses, unless a response has several rows, see `Sample.rows`.
     rows: torch.Tensor | None = None
+    responses: torch.Tensor | None = None  # (b,) int64, ascending, which of the step's responses each row belongs to
     share: torch.Tensor | None = None  # (b,) float32, tokens of a row / tokens of its update, on all ranks
     # (B, T, ...) by name, see `Columns`. In the place of "versions" a batch has "ages", int32. These are the pushes of
     # weights since a token was sampled, and -1 for a token that was not sampled. Phases of a step may add columns of

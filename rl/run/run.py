@@ -261,7 +261,7 @@ class Run:
         Every --log-samples-freq steps rank 0 prints the first response that it has sampled, and records it and others
         to the same prompt in generations.jsonl. `samples.shown` says what is recorded of each token.
         """
-        tokens = sum(r.num_tokens for r in responses) if tokens is None else tokens
+        tokens = sum(row.num_tokens for r in responses for row in r.as_rows) if tokens is None else tokens
         generated = sum(r.num_sampled for r in responses) if generated is None and responses else generated
         times = self.clock.metrics(num_tokens=tokens, num_generated=generated)
         ages = of_staleness(batch, self.ranks) if batch is not None else {}

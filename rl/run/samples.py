@@ -22,7 +22,7 @@ def shown(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], batch: 
     `value`.
 
     A response that a partner has answered also has what the partner says, see `Outcome`, and for each token its `mask`:
-    1 if it was sampled, 0 if the policy was told it.
+    1 if it was sampled, 0 if the policy was told it. Of a response with several rows the last one is shown.
 
     Args: samples, of this rank, with scores; batch, what this rank trains on in the step; None if in nothing.
     """
@@ -31,7 +31,7 @@ def shown(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], batch: 
             "prompt": tokenizer.decode(sample.prompt_ids),
             **sample.record,
             "finish_reason": sample.finish_reason,
-            "tokens": _tokens(tokenizer, sample, batch),
+            "tokens": _tokens(tokenizer, sample.as_rows[-1], batch),
         }
         for sample in samples[:MOST]
         if sample.row_index == samples[0].row_index
@@ -40,7 +40,7 @@ def shown(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], batch: 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, sample: Sample, batch: Batch | None) -> dict[str, list]:
     tokens = {"text": [tokenizer.decode([i]) for i in sample.response_ids.tolist()]}
-    if sample.outcome:
+    if sample.outcome or not len(sample.prompt_ids):
         tokens["mask"] = sample.response_mask.tolist()
     tokens["engine_logp"] = _rounded(torch.tensor(sample.rollout_logprobs))
     if batch is None or (row := _row_of(sample, batch)) is None:

@@ -15,7 +15,7 @@ the engine samples the other responses. What it answers is appended with mask 0,
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,7 +25,8 @@ from rl.data.rows import Row
 from rl.data.types import Completion, Outcome, Request, Sample, Sampling, unknown
 from rl.sampling.engines.base import Engine
 
-Key = tuple[Hashable, int]  # of a response, which is the name of its group and its number in the group
+# Of a response, which is the name of its group and its number in the group. A row of a response has another number too.
+Key = tuple[Any, ...]
 
 STOP_EVERY = 16  # ranks that share an engine ask each other after this many decoding steps whether to stop
 IDLE_WAIT_S = 0.05  # how long to wait for the partner when the engine has nothing to sample
@@ -34,8 +35,10 @@ IDLE_WAIT_S = 0.05  # how long to wait for the partner when the engine has nothi
 class Trajectory:
     """One response in the making, with what the policy sampled, and what it was told in between."""
 
-    def __init__(self, key: Key, row: Row, sampling: Sampling, seed: int | None):
+    def __init__(self, key: Key, row: Row, sampling: Sampling, seed: int | None, response: "Trajectory | None" = None):
         self.key, self.row, self.sampling, self.seed = key, row, sampling, seed
+        self.response = response  # whose row this is, if a partner makes several rows of one response
+        self.rows: tuple[Sample, ...] = ()  # of this response, if a partner has made such rows
         self.ids: list[int] = []
         self.mask: list[int] = []
         self.logprobs: list[float] = []
@@ -89,7 +92,8 @@ class Trajectory:
         for name, x in self.columns.items():  # a column may lack the last sampled token and answers after it
             columns[name] = np.full((num_tokens, *x.shape[1:]), unknown(x), x.dtype)
             columns[name][: len(x)] = x
-        return Sample(prompt, ids, mask, logprobs, self.finish_reason, self.row["row_index"], outcome, columns)
+        index, reason = self.row["row_index"], self.finish_reason
+        return Sample(prompt, ids, mask, logprobs, reason, index, outcome, columns, rows=self.rows)
 
 
 class Partner(Protocol):
@@ -114,6 +118,10 @@ class Partner(Protocol):
     def answers(self, wait_s: float) -> list[tuple[Trajectory, list[int] | None]]:
         """The responses that go on or end now, each with the ids that are appended, or with None if it has ended. Waits
         for the first of them for this many seconds at most.
+
+        A partner may keep a response waiting, and return trajectories of its own instead, each of which becomes a row
+        of that response. Whenever the policy has come to an end, `after` gets the trajectory, and the loop forgets it
+        until `answers` returns it again. Before the response ends, the partner sets its `rows`.
         """
 
     def end(self, x: Trajectory) -> Outcome:
@@ -178,7 +186,10 @@ class Loop:
                 raise RuntimeError(f"the engine returned response {j} to prompt {name} again, or was not asked for it")
             x.take(completion, self.engine.policy_version)
             x.turns += 1
-            if self.partner is not None and self.partner.after(x):
+            goes_on = self.partner is not None and self.partner.after(x)
+            if x.response is not None:
+                del self.trajectories[x.key]
+            elif goes_on:
                 self.waiting.add(x.key)
             else:
                 done += self._finish(x)
@@ -188,6 +199,7 @@ class Loop:
             if ids is None:
                 done += self._finish(x)
             else:
+                self.trajectories[x.key] = x  # it may be a new row of a response
                 x.tell(ids)
                 self.pending.append(x.key)
         return done

@@ -19,13 +19,18 @@ def gather_responses(own_samples: Sequence[Sample], rows: Sequence[dict], ranks:
     """
     sources = {row["row_index"]: row.get("data_source", "") for row in rows}
     prompts = {row["row_index"]: np.asarray(row["prompt_ids"], np.int32) for row in rows}
-    me, own = ranks.rank, []
-    for number, s in enumerate(x.without_texts() for x in own_samples):
-        # See `Sample.shared`. It is counted here, since other ranks do not have the tokens that it compares.
-        shared, above = 0, own_samples[number - 1] if number else None
-        if above is not None and above.row_index == s.row_index:
-            shared = len(s.prompt_ids) + common_prefix(above.response_ids, s.response_ids)
-        own.append(replace(s, data_source=sources[s.row_index], rank=me, number=number, shared=shared))
+    me, own, above, number = ranks.rank, [], None, 0
+    for place, s in enumerate(x.without_texts() for x in own_samples):
+        rows, source = [], sources[s.row_index]
+        for row in s.as_rows:
+            # See `Sample.shared`. It is counted here, since other ranks do not have the tokens that it compares.
+            shared = 0
+            if above is not None and above.row_index == row.row_index:
+                shared = len(row.prompt_ids) + common_prefix(above.response_ids, row.response_ids)
+            rows.append(replace(row, data_source=source, rank=me, number=number, shared=shared, score=s.score))
+            above, number = row, number + 1
+        whole = replace(s, data_source=source, rank=me, number=place, rows=tuple(rows))
+        own.append(whole if s.rows else rows[0])
     # Every rank has the prompts from the data, so they are not sent. They are put back below.
     everyone = ranks.all_gather(replace(s.without_tokens(), prompt_ids=None) for s in own)
     return [own[s.number] if s.rank == me else replace(s, prompt_ids=prompts[s.row_index]) for s in everyone]

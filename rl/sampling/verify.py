@@ -62,6 +62,7 @@ def check_engine(
     """
     usual = 0.3 if rollout.is_quantized else USUAL_GAPS.get(ranks.dtype, 0.06)
     limit = rollout.max_logprob_gap or usual
+    samples = [row for s in samples for row in s.as_rows]
     if version is not None:
         fresh = [replace(s, response_mask=sampled_by(version, s)) for s in samples]
         samples = [s for s in fresh if s.num_sampled]
