@@ -5,6 +5,7 @@
 
 docs/environments.md has the contract of a user's class.
 
+    programs/           agents as they are: programs that talk to an endpoint with the policy behind it
     hosted.py           the partner of the policy, which passes conversations on to a process of their own
     conversations.py    what is said, and when a conversation ends
     chat.py             messages become tokens, and turns become text and calls, by the chat template
@@ -24,7 +25,7 @@ from typing import Annotated, Any
 
 from rl.flags import AtLeast1, Free, Needs, Seconds
 
-PARTNER = Needs("environment", "tools")
+PARTNER, ANY = Needs("environment", "tools"), Needs("environment", "tools", "agent")
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,27 @@ class EnvironmentFlags:
     tools: tuple[str, ...] = ()
     # The policy has at most this many turns in a conversation. All of it has --max-response-length tokens.
     max_turns: Annotated[AtLeast1, PARTNER] = 8
-    # One answer may take this many seconds. Then the conversation ends without a score.
-    environment_timeout: Free[Annotated[Seconds, PARTNER]] = 60.0
+    # One answer may take this many seconds. Then the conversation ends without a score. So does that of an agent which
+    # asks for nothing for this many seconds.
+    environment_timeout: Free[Annotated[Seconds, ANY]] = 60.0
     # A tool's result has at most this many characters. A longer one is cut, with a mark.
     max_tool_response_length: Annotated[AtLeast1, PARTNER] = 4096
+    # This command is started for each response. It talks to the policy at $OPENAI_BASE_URL, as docs/agents.md says, and
+    # the response ends when it exits. By default there are no agents.
+    agent: str | None = None
+    agents_at_once: Free[Annotated[AtLeast1, Needs("agent")]] = 64  # A rank has at most this many agents at a time.
+    # An agent gets at most this many completions.
+    agent_max_calls: Annotated[AtLeast1, Needs("agent")] = 64
 
 
 def open_partner(flags: EnvironmentFlags, tokenizer: Any, stop_ids: Sequence[int]) -> Any:
-    """The partner of the policy that the flags ask for, see `rl.sampling.loop.Partner`, or None without --environment
-    and --tools. Raises ValueError for both of these, or as `hosted.HostedConversations`.
+    """The partner of the policy that the flags ask for, see `rl.sampling.loop.Partner`, or None without --environment,
+    --tools and --agent. Raises ValueError for two of these, or as `hosted.HostedConversations` or `programs.opened`.
     """
+    if flags.agent:
+        from extras.agents import programs
+
+        return programs.opened(flags, tokenizer, stop_ids)
     if flags.environment and flags.tools:
         raise ValueError("--environment and --tools exclude each other; give the class the functions as its `tools`")
     if not (flags.environment or flags.tools):
@@ -59,17 +71,13 @@ def open_partner(flags: EnvironmentFlags, tokenizer: Any, stop_ids: Sequence[int
 
 
 def check_rows(flags: EnvironmentFlags, rows: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError for a row of verl's whose tools want to know something of it: those of --tools do not."""
-    from rl.data.rows import named
+    """Raise ValueError for a row that --tools cannot use, see `schemas.check_rows`, or for an --agent that does not
+    work, see `programs.trial`.
+    """
+    if flags.tools or flags.agent:
+        from extras.agents import programs, schemas
 
-    for row in rows if flags.tools else ():
-        settings = row | row.get("extra_info", {})
-        if settings.get("need_tools_kwargs"):
-            names = ", ".join(settings.get("tools_kwargs") or {}) or "a tool"
-            raise ValueError(
-                f"{named(row)}: has need_tools_kwargs, values for {names} that the policy does not see; --tools get "
-                "what the policy writes alone. Leave the row out, or give --environment, whose `reset` gets the row"
-            )
+        schemas.check_rows(rows) if flags.tools else programs.try_agent(flags, rows[0])
 
 
 def with_tools(row: dict[str, Any], where: str) -> dict[str, Any]:

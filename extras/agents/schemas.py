@@ -1,9 +1,22 @@
 """Tools in the rows of the data: the column `tools`, and the `tool_calls` of messages."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
-from rl.data.rows import Row, check_encodable, is_absent, set_fields, shown
+from rl.data.rows import Row, check_encodable, is_absent, named, set_fields, shown
+
+
+def check_rows(rows: Sequence[Row]) -> None:
+    """Raise ValueError for a row of verl's whose tools want to know something of it: those of --tools do not."""
+    for row in rows:
+        settings = row | row.get("extra_info", {})
+        if settings.get("need_tools_kwargs"):
+            names = ", ".join(settings.get("tools_kwargs") or {}) or "a tool"
+            raise ValueError(
+                f"{named(row)}: has need_tools_kwargs, values for {names} that the policy does not see; --tools get "
+                "what the policy writes alone. Leave the row out, or give --environment, whose `reset` gets the row"
+            )
 
 
 def with_tools(row: Row, where: str) -> Row:

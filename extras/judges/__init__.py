@@ -6,7 +6,7 @@ response will score. scalar_models.py loads models of both kinds. second_model.p
 tokens of the policy, as a critic, the reward model of train_prime.py and the teacher of train_distill.py have to.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -31,6 +31,11 @@ class RewardModelFlags:
         """Tokens of what a pass of the reward model never divides, by what it is. It is empty without one."""
         what = "one conversation of --reward-model-max-length"
         return {what: self.reward_model_max_length} if self.reward_model else {}
+
+    def check(self, flags: Mapping[str, Any]) -> None:
+        """Raise ValueError for a reward model that would have to read what an agent has said."""
+        if self.reward_model and flags.get("agent"):
+            raise ValueError("--reward-model does not read the conversations of --agent; leave one of them out")
 
     @property
     def text_only(self) -> str | None:

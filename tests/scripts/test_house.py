@@ -80,6 +80,8 @@ ALLOWANCES: list[tuple[str, int, str]] = [
     ("core", 22, "A loss has a scale in float16, and a GPU without bfloat16 computes in float16 or is refused."),
     # What an agent's several conversations need of the core. The issue that asked for it granted 80 lines.
     ("core", 29, "A response may have several rows, which share its advantage and its update, and count as one."),
+    ("wall", 2, "A script whose statistics would count the rows of agents refuses --agent by name."),
+    ("train_grpo.py", 1, "train_grpo.py says that its statistics count responses, so that --agent is allowed."),
 ]
 
 DOOR = 60  # code lines that the door of an extra may have
