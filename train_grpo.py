@@ -123,13 +123,12 @@ def main(args: Args) -> dict[str, float]:
     for step in run.steps(sampler.state):
         run.evaluate_if_due(sampler.evaluate, policy)  # answers held-out prompts, every --test-freq steps
 
-        # 1. Sample. The engine gets the policy's weights, and samples G responses to each of the step's P prompts.
-        # Which prompts these are depends only on the seed and the number of the step, so a resumed run sees the same
-        # ones. The trainer computes the log-probs of a few responses, and the run ends if those of the engine differ
-        # too much. Other processes score the responses, by --custom-reward-function or by the function in rewards/ for
-        # the data. It is called with data_source, solution_str, ground_truth and extra_info, and returns the score. All
-        # ranks get the scores and lengths of all B responses. Tokens stay on the rank that sampled them until phase 2.
-        # The G responses of a group are neighbors in the list.
+        # 1. Sample. The engine gets the policy's weights, and samples G responses to each of the step's P prompts. The
+        # prompts depend only on the seed and the step, so a resumed run sees the same ones. The trainer computes the
+        # log-probs of a few responses, and the run ends if those of the engine differ too much. Other processes score
+        # the responses, by --custom-reward-function or by the function in rewards/ for the data. It is called with
+        # data_source, solution_str, ground_truth and extra_info, and returns the score. All ranks get the scores and
+        # lengths of all B responses, with those of a group side by side. Tokens stay where they are until phase 2.
         responses = sampler.sample(policy, step)  # B
 
         # 2. Batch. Divide the step into updates, which are one optimizer step each, and each update into micro-batches.

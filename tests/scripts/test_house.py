@@ -261,8 +261,8 @@ def test_the_front_page_says_how_long_the_code_is():
     assert f"`train_grpo.py` is GRPO in {now['train_grpo.py']} lines of code, {len(lines)} with comments" in page
     assert "has fewer than 4,000 lines of code for its core and about 1,700 for what keeps a run alive" in page
     assert now["core"] < 4000 and 1650 <= now["wall"] < 1750
-    assert "is in `extras/`, about 8,000 lines" in page
-    assert 7750 <= sum(map(size, (ROOT / "extras").rglob("*.py"))) < 8250
+    assert "is in `extras/`, about 8,500 lines" in page
+    assert 8250 <= sum(map(size, (ROOT / "extras").rglob("*.py"))) < 8750
 
 
 def test_what_counts_as_a_code_line():

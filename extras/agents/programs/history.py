@@ -101,7 +101,7 @@ class Tree:
 
     def _render(self, messages: list[dict], tools: list[dict] | None) -> str:
         try:
-            clean = [_cleaned(self.tokenizer, x) for x in messages]
+            clean = [cleaned(self.tokenizer, x) for x in messages]
             return render(self.tokenizer, clean, add_generation_prompt=True, tools=tools)
         except FAULTS as error:
             raise Refused(f"the chat template refuses these messages: {error!r:.300}") from error
@@ -223,10 +223,10 @@ def _cut(row: Trajectory, size: int) -> None:
     row.columns = {name: x[:size] for name, x in row.columns.items()}
 
 
-def _cleaned(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
+def cleaned(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
     """Messages in which no text spells a control token, such as the end of a turn."""
     if isinstance(value, str):
         return without_control_tokens(tokenizer, value)
     if isinstance(value, list):
-        return [_cleaned(tokenizer, x) for x in value]
-    return {key: _cleaned(tokenizer, x) for key, x in value.items()} if isinstance(value, dict) else value
+        return [cleaned(tokenizer, x) for x in value]
+    return {key: cleaned(tokenizer, x) for key, x in value.items()} if isinstance(value, dict) else value

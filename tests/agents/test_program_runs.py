@@ -1,0 +1,159 @@
+"""Whole runs with agents: what GRPO learns from them, and runs that are killed."""
+
+import importlib
+import os
+import signal
+import statistics
+import sys
+
+import helpers_scripts as h
+import launch
+import pytest
+from test_environment_runs import same_run
+
+import train_grpo
+from rl.flags import build
+from rl.sampling.loop import Loop
+
+pytestmark = pytest.mark.usefixtures("runs_here")
+
+# It asks, asks again, and perhaps throws its history away, so that agents have one row, two or three. Some crash.
+AGENT = """
+import json, os, sys
+from http.client import HTTPConnection
+from urllib.parse import urlparse
+
+row, url = json.loads(sys.stdin.readline()), urlparse(os.environ["OPENAI_BASE_URL"])
+with open(os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), "pids"), "a") as file:
+    print(os.getpid(), file=file)
+
+def ask(messages):
+    connection = HTTPConnection(url.netloc)
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    body = json.dumps({"messages": messages, "max_tokens": 8})
+    connection.request("POST", url.path + "/chat/completions", body, headers)
+    return json.loads(connection.getresponse().read())["choices"][0]["message"]
+
+question = row["prompt"][0]
+answer = ask([question])
+letters = len(answer["content"])
+if letters % 5 == 4:
+    sys.exit(1)
+if letters % 2:
+    ask([question, answer, question])
+    ask([question, answer, {"role": "user", "content": "1"}])
+if letters % 3:
+    ask([{"role": "user", "content": "1+1=?"}])
+os.write(3, json.dumps({"reward": letters / 8}).encode())
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return h.make_task_with_stops(tmp_path_factory.mktemp("task"))
+
+
+def settings_of(task, folder, **more):
+    folder.mkdir(exist_ok=True)
+    (folder / "agent.py").write_text(AGENT)
+    command = f"{sys.executable} {folder / 'agent.py'}"
+    return h.grpo_settings(task, folder / "run", agent=command, max_response_length=90, **more)
+
+
+def pids(folder):
+    return [int(x) for x in (folder / "pids").read_text().split()]
+
+
+def test_rows_of_an_agent_share_the_advantage_of_its_response(task, tmp_path, monkeypatch):
+    seen, make_batch, log_step = [], train_grpo.make_batch, train_grpo.Run.log_step
+
+    def made(responses, **way):
+        batch, updates = make_batch(responses, **way)
+        seen.append([responses, updates])
+        return batch, updates
+
+    def logged(run, metrics, *, responses, batch):
+        seen[-1].append(batch)
+        log_step(run, metrics, responses=responses, batch=batch)
+
+    monkeypatch.setattr(train_grpo, "make_batch", made)
+    monkeypatch.setattr(train_grpo.Run, "log_step", logged)
+    settings = settings_of(task, tmp_path, total_training_steps=1, ppo_mini_batch_size=2, log_samples_freq=1)
+    train_grpo.main(build(train_grpo.Args, **settings))
+    [[responses, updates, batch]] = seen
+    counts = [len(r.rows) for r in responses]
+    assert len(responses) == 16 and {1, 2, 3} >= set(counts) > {1} and len(batch.rows) == sum(counts)
+    scores = [r.score.value for r in responses]
+    errors = [r.finish_reason == "error" for r in responses]
+    assert errors == [x is None for x in scores] and 0 < sum(errors) < 12
+    row, learned = 0, 0
+    for g in range(4):
+        group = [x for x in scores[4 * g : 4 * g + 4] if x is not None]
+        mean, std = statistics.mean(group), statistics.stdev(group) if len(group) > 1 else 1.0
+        for i in range(4 * g, 4 * g + 4):
+            expected = 0.0 if scores[i] is None else (scores[i] - (mean if len(group) > 1 else 0)) / (std + 1e-6)
+            for sample in responses[i].rows:
+                mask = batch.response_mask[row, : len(sample.response_ids)].tolist()
+                assert mask == [x * (scores[i] is not None) for x in sample.response_mask.tolist()]
+                advantages = batch.advantages[row, : len(mask)].tolist()
+                assert advantages == pytest.approx([expected * x for x in mask], abs=1e-5)
+                assert int(batch.responses[row]) == i
+                row, learned = row + 1, learned + sum(mask)
+    assert [len(u.rows) for u in updates] == [sum(counts[:8]), sum(counts[8:])]
+    assert sum(u.num_tokens for u in updates) == learned
+    [metrics] = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert metrics["critic/score/mean"] == pytest.approx(statistics.mean(x for x in scores if x is not None))
+    assert metrics["environment/rows"] == statistics.mean(counts)
+    assert metrics["environment/error_frac"] == sum(errors) / 16 and metrics["rollout/logprob_gap_max"] < 1e-4
+    records = h.read_jsonl(tmp_path / "run" / "generations.jsonl")
+    shown = [x for x in records if x["score"] is not None]
+    assert shown and all(len(x["tokens"]["mask"]) == len(x["tokens"]["advantage"]) for x in shown)
+    launch.until(lambda: not any(map(launch.alive, pids(tmp_path))), 60, "a process is left behind")
+
+
+@pytest.mark.parametrize("script", ["train_ppo", "train_reinforce", "train_dapo", "train_async", "train_grpo_variants"])
+def test_scripts_whose_statistics_count_rows_refuse_agents(script, task, tmp_path):
+    module = importlib.import_module(script)
+    settings = getattr(
+        h, f"{script.removeprefix('train_').removesuffix('_variants').replace('async', 'grpo')}_settings"
+    )
+    with pytest.raises(ValueError, match="^--agent is not defined for this script"):
+        module.main(build(module.Args, **settings(task, tmp_path / "run", agent="true")))
+
+
+def test_what_agents_exclude(task, tmp_path):
+    for other, problem in {
+        "partial_rollouts": "--agent exclude each other",
+        "reward_model": "--reward-model does not read the conversations of --agent",
+    }.items():
+        value = 0.5 if other == "partial_rollouts" else task.model
+        with pytest.raises(ValueError, match=problem):
+            train_grpo.main(build(train_grpo.Args, **settings_of(task, tmp_path, **{other: value})))
+
+
+@pytest.mark.thorough
+def test_two_ranks_learn_from_agents(task, tmp_path):
+    settings = settings_of(task, tmp_path, total_training_steps=2)
+    codes = launch.fork("train_grpo", settings, tmp_path / "log", ranks=2).ends()
+    assert codes == [0, 0], (tmp_path / "log").read_text()
+    for line in h.read_jsonl(tmp_path / "run" / "metrics.jsonl"):
+        assert line["environment/rows"] > 1 and line["rollout/logprob_gap_max"] < 1e-4
+
+
+def kill_in_generation():
+    """Kill this rank in the fourth round of decoding of step 2."""
+
+    def act():
+        h.at_call(Loop, "step", 4, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    h.at_call(Loop, "__init__", 2, act)
+
+
+def test_a_run_that_is_killed_leaves_no_agent_behind_and_goes_on_to_the_same_bits(task, tmp_path):
+    for name, fault in (("unbroken", None), ("killed", kill_in_generation), ("killed", None)):
+        settings = settings_of(task, tmp_path / name, total_training_steps=2, save_freq=1)
+        codes = launch.fork("train_grpo", settings, tmp_path / "log", fault=fault).ends()
+        assert codes[0] == (-signal.SIGKILL if fault else 0), (tmp_path / "log").read_text()
+        left = pids(tmp_path / name)
+        launch.until(lambda left=left: not any(map(launch.alive, left)), 60, "a process is left behind")
+    same_run(tmp_path / "unbroken" / "run", tmp_path / "killed" / "run", 2)
