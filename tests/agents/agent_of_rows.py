@@ -130,7 +130,7 @@ def retry():
 
 
 def drop():
-    connection = request(json.dumps({"messages": Q, "max_tokens": 200}))
+    connection = request(json.dumps({"messages": Q, "max_tokens": 200, "n": 32}))
     time.sleep(0.02)
     connection.close()
     ask([*Q, user("2")])

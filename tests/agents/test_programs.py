@@ -159,6 +159,7 @@ def test_a_fault_costs_its_own_response(go, policy, notes):
     assert facts(samples[-1])[2] == 1 and samples[-1].outcome.facts["numbers"]["exit_code"] == 1
     assert facts(samples[3])[1] == CALLS and noted["loop"]["error"] == "max_calls"
     assert [len(s.rows) for s in samples] == [1, 1, 1, CALLS, 1] + [1] * 8
+    assert samples[4].outcome.facts["numbers"]["dropped"] == 32
     nothing = samples[len(good) + bad.index("nothing")]
     assert nothing.num_sampled == 0 and nothing.rows[0].response_ids.tolist() == nothing.prompt_ids.tolist()
     launch.until(lambda: not any(map(launch.alive, noted["children"]["pids"])), 20, "a process is left behind")

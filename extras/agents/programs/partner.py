@@ -192,7 +192,10 @@ class Agents:
     def _ended(self, x: Trajectory, agent: Agent, event: Ended) -> None:
         """Make the rows and the outcome of a response whose agent has ended."""
         tree, problem, report = agent.tree, event.problem, event.report
-        agent.numbers["dropped"] += len(agent.asks)
+        for ask in {id(ask): ask for ask in agent.asks.values()}.values():
+            agent.numbers["dropped"] += len(ask.calls)
+            for call in ask.choices:  # others of this request are still sampled
+                tree.undo(call)
         for call in [call for call in tree.calls if not call.answer.is_delivered]:
             tree.undo(call)
             agent.numbers["dropped"] += call not in tree.calls

@@ -266,7 +266,7 @@ class Server:
             return StreamingResponse(self._events(agent, asked, gone), media_type="text/event-stream")
         try:
             await asyncio.wait([asked.answer.future, gone], return_when=asyncio.FIRST_COMPLETED)
-            if not asked.answer.future.done():
+            if gone.done():
                 return Response(status_code=CLOSED)
             answer, asked.answer.is_delivered = asked.answer.future.result(), True
             return JSONResponse(answer.body, answer.status) if isinstance(answer, Refused) else JSONResponse(answer)
@@ -307,7 +307,7 @@ class Server:
         try:
             while not future.done():
                 await asyncio.wait([future, gone], timeout=WAITING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                if gone.done() and not future.done():
+                if gone.done():
                     return
                 if not future.done():
                     yield ": it is still sampled\n\n"
