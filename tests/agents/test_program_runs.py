@@ -11,6 +11,7 @@ import launch
 import pytest
 from test_environment_runs import same_run
 
+import eval as evaluation
 import train_grpo
 from rl.flags import build
 from rl.sampling.loop import Loop
@@ -129,6 +130,19 @@ def test_what_agents_exclude(task, tmp_path):
         value = 0.5 if other == "partial_rollouts" else task.model
         with pytest.raises(ValueError, match=problem):
             train_grpo.main(build(train_grpo.Args, **settings_of(task, tmp_path, **{other: value})))
+
+
+def test_eval_py_scores_agents_as_the_run_itself(task, tmp_path):
+    settings = settings_of(task, tmp_path, total_training_steps=1, test_freq=1)
+    found = train_grpo.main(build(train_grpo.Args, **settings))
+    h.leave_distributed()
+    shared = {name: settings[name] for name in ("agent", "max_response_length", "max_prompt_length", "engine")}
+    model, score = str(tmp_path / "run" / "global_step_1" / "huggingface"), (task.reward,)
+    again = evaluation.main(
+        build(evaluation.Args, model=model, val_files=(task.test,), custom_reward_function=score, **shared)
+    )
+    assert 0 < again["reward/mean"] == found["val-core/arithmetic/reward/mean@1"]
+    assert again["response_length/mean"] == found["val/response_length"] > 4
 
 
 @pytest.mark.thorough
