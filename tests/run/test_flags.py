@@ -73,6 +73,7 @@ MAY_CHANGE = set(
     default_local_dir save_freq max_ckpt_to_keep resume_mode force_resume stall_timeout max_hours alarms
     samplers sampler_devices sampler_address sampler_timeout weights_transfer weights_dir
     critic_offload max_num_gen_batches environment_timeout teacher_url teacher_timeout teacher_offload prm_offload
+    agents_at_once
     plan plan_response_length plan_host_memory
     """.split()
 )
@@ -83,7 +84,7 @@ LIMITS = {
         train_batch_size ppo_mini_batch_size gen_batch_size max_num_gen_batches max_samples
         total_epochs total_training_steps max_prompt_length max_response_length max_length reward_model_max_length
         max_hinted_prompt_length
-        max_turns max_tool_response_length fsdp_size sequence_parallel_size
+        max_turns max_tool_response_length agents_at_once agent_max_calls fsdp_size sequence_parallel_size
         max_ckpt_to_keep kl_horizon ppo_max_token_len_per_gpu max_token_len_per_gpu ref_update_steps lora_alpha
     """,
     "at least 1 and at most 65536": "rollout_n val_n ppo_epochs max_num_seqs tensor_model_parallel_size",
@@ -209,7 +210,9 @@ def test_every_text_of_a_script_is_one(name):
 
 
 CAPABILITIES = {
-    "environment": ["--environment or --tools", dict(max_turns=3, environment_timeout=9.0, max_tool_response_length=9)],
+    "environment": ["--environment or --tools", dict(max_turns=3, max_tool_response_length=9)],
+    "tools": ["--environment or --tools or --agent", dict(environment_timeout=9.0)],
+    "agent": ["--agent", dict(agents_at_once=9, agent_max_calls=9)],
     "reward_model": ["--reward-model", dict(reward_model_coef=2.0, reward_model_max_length=9)],
     "lora_rank": ["--lora-rank", dict(lora_alpha=8, target_modules=("q_proj",), lora_experts=True)],
     "rollout_is": ["--rollout-is", dict(rollout_is_threshold=3.0, rollout_is_threshold_lower=0.1)],
@@ -217,7 +220,7 @@ CAPABILITIES = {
     "val_temperature": ["--val-temperature", dict(val_top_p=0.5, val_top_k=9, val_min_p=0.5)],
 }
 ON = dict(environment="a.py", reward_model="a", lora_rank=8, rollout_is="token", rollout_mask="veto")
-ON["val_temperature"] = 1.0
+ON |= dict(val_temperature=1.0, tools=("a.py",), agent="a")
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
