@@ -92,7 +92,7 @@ SELF_DISTILL = (
     "train_self_distill.py --train-batch-size 64 --rollout-n 1 --hint-template {prompt}{hint} "
     "--max-hinted-prompt-length 72"
 )
-GROUP = "train_self_distill_variants.py --hint-from group --hint-template {prompt}{hint} --max-hinted-prompt-length 92"
+GROUP = "train_self_distill_variants.py --hint-from group --hint-template {prompt}{hint} --max-hinted-prompt-length 72"
 LOSSES = {
     "ppo_clip": f"train_grpo.py {FOUR_UPDATES}",
     "gspo": f"train_grpo_variants.py {FOUR_UPDATES} --loss-mode gspo --loss-agg-mode seq-mean-token-mean "
