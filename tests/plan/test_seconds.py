@@ -53,8 +53,8 @@ def whole_numbers(monkeypatch):
     """Constants that are easy to multiply, instead of the fitted ones."""
     values = dict(
         READ_WEIGHTS=0.5, READ_CACHE=0.5, DECODE_PRODUCTS=0.5, DRAW_BYTES=10, LAYER_S=1e-5, STEP_S=1e-3, HOST_S=2e-3,
-        HOST_SEQUENCE_S=1e-5, SHARED_HOST_S=1e-3, REDUCE_S=1e-5, ROUTED=1.0, PRODUCTS=0.5, ATTENTION=0.2,
-        EXPERTS=0.25, HIDDEN_PASSES=10, INNER_PASSES=5, LOGIT_BYTES=10, FORWARD=0.5, UNCOMPILED=3.0, RECURRENT_S=1e-12, LINK=0.5,
+        HOST_SEQUENCE_S=1e-5, SHARED_HOST_S=1e-3, REDUCE_S=1e-5, ROUTED=1.0, PRODUCTS=0.5, ATTENTION=0.2, EXPERTS=0.25,
+        HIDDEN_PASSES=10, INNER_PASSES=5, LOGIT_BYTES=10, FORWARD=0.5, UNCOMPILED=3.0, RECURRENT_S=1e-12, LINK=0.5,
         HIDDEN_BEHIND=0.5, BUS=0.5, HOST_ADAMW=1e9, LAYER_PASS_S=1e-3,
     )  # fmt: skip
     for name, value in values.items():
