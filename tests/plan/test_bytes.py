@@ -130,8 +130,9 @@ def test_a_pass_with_adapters_by_hand():
     assert pass_bytes(load.models[0], load, Way("full", 1000), learns=False) == 2 * P + 2 * 1000 * 74
 
 
-def test_compiled_layers_keep_no_result_of_an_adapter_alone():
-    """Bytes that the forward pass of two adapted layers leaves for the backward pass, by torch's own hooks."""
+def test_compiled_layers_keep_no_result_of_an_adapter_alone(monkeypatch):
+    """Numbers that the forward pass of two adapted layers leaves for the backward pass, by torch's own hooks."""
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)  # which vLLM's start on a CPU may have set
     wide, narrow = (adapters.Adapted(nn.Linear(*x, bias=False), 2, 1.0, None) for x in ((10, 20), (20, 10)))
     unit = nn.Sequential(wide, nn.SiLU(), narrow)
     sharding.recompute([unit], "selective")
