@@ -130,9 +130,8 @@ def test_a_pass_with_adapters_by_hand():
     assert pass_bytes(load.models[0], load, Way("full", 1000), learns=False) == 2 * P + 2 * 1000 * 74
 
 
-def test_compiled_layers_keep_no_result_of_an_adapter_alone(monkeypatch):
+def test_compiled_layers_keep_no_result_of_an_adapter_alone():
     """Numbers that the forward pass of two adapted layers leaves for the backward pass, by torch's own hooks."""
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)  # which vLLM's start on a CPU may have set
     wide, narrow = (adapters.Adapted(nn.Linear(*x, bias=False), 2, 1.0, None) for x in ((10, 20), (20, 10)))
     unit = nn.Sequential(wide, nn.SiLU(), narrow)
     sharding.recompute([unit], "selective")
@@ -146,7 +145,8 @@ def test_compiled_layers_keep_no_result_of_an_adapter_alone(monkeypatch):
             kept[x.data_ptr()] = x.numel()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    compiles = torch._dynamo.config.patch(disable=False)  # vLLM's start on a CPU may have disabled it
+    with compiles, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         compiled(torch.randn(7, 10, requires_grad=True))
     # The input, the results of both A, and those of the first layer. Those of its B would be 20 more, of the second 10.
     assert sum(kept.values()) == 7 * (10 + 2 + 20 + 2)

@@ -130,12 +130,12 @@ def test_layers_that_recompute_selectively_can_be_found_in_the_cache_of_torch(ti
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)  # an engine that was started before has set it
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_with(function, backend=collect))
     memory = Memory(activation_checkpointing="selective", compile=True)
     model = shard(load_pretrained(tiny_model, world), world, memory)
-    logp, _ = token_logprobs(model, largest_micro_batch(100, 50, 80))
-    logp.sum().backward()
+    with torch._dynamo.config.patch(disable=False):  # an engine that was started before has set it
+        logp, _ = token_logprobs(model, largest_micro_batch(100, 50, 80))
+        logp.sum().backward()
     torch._dynamo.reset()
     hashes = [autograd_cache._collect_context_fn_hashes(graph) for graph in graphs]  # raises if there is none
     assert [str(sorted(KEPT_OPERATIONS))] in hashes
