@@ -21,7 +21,7 @@ from extras.agents import EnvironmentFlags
 from extras.agents.chat import Chat
 from extras.agents.outcome import make_outcome
 from extras.agents.programs.history import AgentRow, Call, Tree
-from extras.agents.programs.requests import Refused, answer_to, check, max_tokens_of, stops, tools_of
+from extras.agents.programs.requests import Refused, answer_to, max_tokens_of, stops, tools_of
 from extras.agents.programs.server import Asked, Ended, Server
 from rl.console import say
 from rl.data.encode import prompt_text
@@ -144,7 +144,7 @@ class Agents:
 
     def _ask(self, x: Trajectory, agent: Agent, asked: Asked) -> list[tuple[Trajectory, list[int]]]:
         """The rows that a request goes on with, and what they are told. Raises Refused, or one of FAULTS."""
-        body = check(asked.body)
+        body = asked.body
         ask, n = Ask(asked, tools_of(body), stops(body)), body.get("n") or 1
         self._notice(x, agent, body)
         if ask.tools:

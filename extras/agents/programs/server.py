@@ -39,7 +39,7 @@ class Asked(NamedTuple):
     """A completion that an agent asks for."""
 
     key: Hashable  # of the agent
-    body: dict
+    body: dict  # as `requests.check` lets it pass
     answer: "Answer"
 
 
