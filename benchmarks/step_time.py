@@ -160,13 +160,11 @@ def geometric_stop_ids(vocabulary: int, mean_length: float, eos: int) -> list[in
 
 
 def write_prompts(path: Path, count: int, length: int, model: str) -> None:
-    """`count` rows whose prompts are `length` random digits, checked to be one token each."""
+    """`count` rows whose prompts are `length` random digits, checked to be one token each, and are also the hints."""
     digits = random.Random(0)
     prompts = ["".join(digits.choices("0123456789", k=length)) for _ in range(count)]
-    rows = [
-        {"data_source": "noise", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": ""}}
-        for prompt in prompts
-    ]
+    row = {"data_source": "noise", "reward_model": {"style": "rule", "ground_truth": ""}}
+    rows = [{**row, "prompt": prompt, "extra_info": {"answer": prompt}} for prompt in prompts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokens = {len(ids) for ids in AutoTokenizer.from_pretrained(model)(prompts)["input_ids"]}
     if tokens != {length}:
