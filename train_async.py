@@ -152,8 +152,9 @@ def main(args: Args) -> dict[str, float]:
         # its advantage, as in verl, since group_mean_std then returns mean 0 and std 1.
         mean, std = advantages.group_mean_std(scores_PG)  # (P, 1)
         advantages_PG = ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
-        # batch.rows (b,) says which of the B responses this rank trains on. Indexing with it gives (b, 1).
-        batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
+        # batch.responses (b,) says to which of the B responses each of this rank's rows belongs. Indexing with it
+        # gives (b, 1).
+        batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.responses] * batch.response_mask)  # (b, T)
         run.may_stop_after("adv")
 
         # 6. Updates. A mini-batch makes one optimizer step, and its micro-batches only save memory.

@@ -218,7 +218,7 @@ def main(args: Args) -> dict[str, float]:
         # advantage.
         mean, std = advantages.group_mean_std(rewards_PG)
         advantages_PG = ((rewards_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
-        batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
+        batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.responses] * batch.response_mask)  # (b, T)
         run.may_stop_after("adv")
 
         # 5. Updates. A mini-batch makes one optimizer step, and its micro-batches only save memory.
@@ -252,6 +252,7 @@ def main(args: Args) -> dict[str, float]:
                     loss, pg_loss = ((x * mask).sum() / max(update.num_tokens, 1) for x in (loss, pg_loss))
                 else:  # means over responses
                     sizes = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
+                    sizes["lengths"] = micro.num_learned  # tokens of each whole response, which may have several rows
                     loss, pg_loss = (losses.aggregate(x, mask, args.loss_agg_mode, **sizes) for x in (loss, pg_loss))
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": pg_loss})
@@ -269,9 +270,8 @@ def main(args: Args) -> dict[str, float]:
 
         # 6. Report. Losses are means over updates. Entropy, clipping and the like are means over all tokens. Scores,
         # advantages and lengths have their mean, maximum and minimum over all responses.
-        judged = [r for group in sampled or groups for r in group]  # kept or not
         step_metrics = {
-            **metrics.of_sampled(judged, args.rollout_n),
+            **metrics.of_sampled([r for group in sampled or groups for r in group], args.rollout_n),  # kept or not
             **metrics.of_lengths(responses),  # only of those that the step has learned from
             **metrics.describe("critic/rewards", rewards_PG),
             **metrics.describe("critic/advantages", advantages_PG[scores_PG.isfinite()]),

@@ -187,7 +187,7 @@ def main(args: Args) -> dict[str, float]:
         # advantage.
         mean, std = advantages.group_mean_std(scores_PG)
         of_responses_PG = args.reward_coef * ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # 0 without a score
-        both = (of_responses_PG.view(-1, 1)[batch.rows] + of_tokens) * batch.response_mask
+        both = (of_responses_PG.view(-1, 1)[batch.responses] + of_tokens) * batch.response_mask
         batch = replace(batch, advantages=both)  # (b, T)
         run.may_stop_after("adv")
 
@@ -196,14 +196,15 @@ def main(args: Args) -> dict[str, float]:
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # Both collect metrics for phase 6.
         for update in updates * args.ppo_epochs:  # the list of mini-batches, once for each epoch, in the same order
-            # aggregate is the sum over all tokens / num_tokens, unless --loss-agg-mode has another mean. The counts are
-            # of the whole mini-batch on all ranks, so the gradients of micro-batches and ranks add up.
+            # These count the whole mini-batch on all ranks, so the gradients of micro-batches and ranks add up.
             scale = args.loss_scale_factor or args.max_response_length
-            denominators = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
-            aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
+            counts = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
             for micro_rows in run.micro_batches(update):
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', t), as long as the longest of these rows
                 A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
+                # aggregate is the sum over all tokens / num_tokens, unless --loss-agg-mode has another mean. A mean
+                # over responses divides by the tokens of a whole response, which may have several rows.
+                aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, lengths=micro.num_learned, **counts)
                 # DISTANCES has the distance (b', t). Without one it is logp - ref_logp, and serves only the log. shares
                 # say how much probability student and teacher give to the K tokens.
                 logp, entropy, distance, shares = token_distances(

@@ -129,6 +129,8 @@ class Args(RLBase):  # with the groups of flags in rl/run/arguments.py, such as 
 
 def check_pairs(args: Args) -> None:
     """Refuse settings of pairs that contradict each other, naming the flag, the value and the fix."""
+    if args.envs.agent:
+        raise ValueError("--agent: a pair compares two rows of tokens, and an agent may have more; use train_grpo.py")
     if args.offline and (args.pairs != "best_worst" or args.pair_margin):
         raise ValueError(
             "--offline has its pairs from --train-files; leave --pairs and --pair-margin at their defaults"

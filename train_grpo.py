@@ -86,7 +86,6 @@ class Args(RL):  # with the groups of flags in rl/run/arguments.py, such as args
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay: NotNegative = 0.01  # This is AdamW's decoupled weight decay.
     grad_clip: Positive = 1.0  # A gradient whose global norm is larger than this is scaled down to it.
-    takes_agents = True  # not a flag: statistics count responses here, and not rows, so --agent is allowed
     seed: Count = 0  # The seed decides, together with the step, the order of the data and what is sampled.
     logging: LoggingRL = LoggingRL(
         experiment_name="grpo",

@@ -151,8 +151,8 @@ def validate(args: Args) -> None:
         raise ValueError(f"--use-kl-in-reward does not go with --adv-estimator {args.adv_estimator}; use --use-kl-loss")
     if args.shuffle_mini_batches and (args.ppo_mini_batch_size or args.train_batch_size) >= args.train_batch_size:
         raise ValueError("--shuffle-mini-batches needs several: lower --ppo-mini-batch-size below --train-batch-size")
-    if args.advantage_by == "turn" and (keys or args.kl.use_kl_in_reward):
-        raise ValueError("--advantage-by turn does not go with gdpo or --use-kl-in-reward; use --use-kl-loss")
+    if args.advantage_by == "turn" and (keys or args.kl.use_kl_in_reward or args.envs.agent):
+        raise ValueError("--advantage-by turn does not go with gdpo, --use-kl-in-reward (use --use-kl-loss) or --agent")
 
 
 def main(args: Args) -> dict[str, float]:
@@ -217,7 +217,7 @@ def main(args: Args) -> dict[str, float]:
         rewards_PG, kl_metrics = scores_PG, {}
         if args.kl.use_kl_in_reward:  # The reward is the score minus kl_coef * KL(policy, reference) of the response.
             token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl.kl_penalty) * batch.response_mask  # (b, T)
-            kl_PG = ranks.all_rows(token_kl.sum(1), batch.rows, len(responses)).view(-1, args.rollout_n)
+            kl_PG = ranks.all_rows(token_kl.sum(1), batch.responses, len(responses)).view(-1, args.rollout_n)
             rewards_PG = scores_PG - kl_coef * kl_PG
             is_scored = rewards_PG.isfinite().flatten()
             kl_coef, kl_metrics = args.kl.next_coef(kl_coef, token_kl, batch, is_scored, ranks)  # for the next step
@@ -231,7 +231,7 @@ def main(args: Args) -> dict[str, float]:
             returns, lengths = returns_by_turn(responses, args.rollout_n)
             of_turns = estimator(returns, lengths)
             advantages_PG = of_turns.unflatten(0, (len(scores_PG), -1)).mT  # (P, G, K), with a number for each turn
-        own_advantages = advantages_PG.reshape(len(responses), -1)[batch.rows]  # (b, K), or (b, 1)
+        own_advantages = advantages_PG.reshape(len(responses), -1)[batch.responses]  # (b, K), or (b, 1)
         batch = replace(batch, advantages=at_turns(own_advantages, batch.response_mask))  # (b, T)
         # --top-entropy-quantile sets the advantages of tokens with less entropy to 0. clip_cov leaves out, and kl_cov
         # holds back, tokens with a large covariance of log-prob and advantage. --echo-coef marks what tools and users
@@ -250,13 +250,14 @@ def main(args: Args) -> dict[str, float]:
         for update in updates * args.ppo_epochs:  # the list of mini-batches, once for each epoch, in the same order
             # These count the whole mini-batch on all ranks, so the gradients of micro-batches and ranks add up.
             scale = args.loss_scale_factor or args.max_response_length
-            denominators = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
-            aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
+            counts = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
             for micro_rows in run.micro_batches(update):
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', t), as long as the longest of these rows
                 # mask is 1 for sampled tokens of scored responses. chosen has the tokens that clip_cov and kl_cov treat
                 # differently. told is 1 for what tools and users said, with ECHO, which learns to predict it.
                 A, mask, chosen = micro.advantages, micro.response_mask, micro.columns.get("chosen")
+                # A mean over responses divides by the tokens of a whole response, which may have several rows.
+                aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, lengths=micro.num_learned, **counts)
                 told = micro.columns.get("told", torch.zeros_like(mask))
                 wanted = replace(micro, response_mask=mask + told)
                 both, entropy = token_logprobs(policy, wanted, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
@@ -275,7 +276,7 @@ def main(args: Args) -> dict[str, float]:
                     means.over_updates({"actor/kl_loss": aggregate(kl, mask)})
                 loss = aggregate(loss, mask)
                 if args.selection.echo_coef:
-                    echo_loss = -aggregate(both, told)  # the cross-entropy of what was told
+                    echo_loss = -aggregate(both, told, lengths=None)  # the cross-entropy of what was told
                     loss = loss + args.selection.echo_coef * echo_loss
                     means.over_updates({"actor/echo_loss": echo_loss})
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])

@@ -127,6 +127,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 def main(args: Args) -> dict[str, float]:
     """Train with PPO, and return the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
+    if args.envs.agent:
+        raise ValueError("--agent: PPO defines no value of a response with several rows yet; use train_grpo.py")
     task = load_task(args)
     longest = task.longest
     check_critic(args.critic_model, task.tokenizer, args.lora, policy=args.model, longest=longest)

@@ -110,6 +110,8 @@ class Args(RL):  # with the groups of flags in rl/run/arguments.py, such as args
 def main(args: Args) -> dict[str, float]:
     """Train with PRIME, and return the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
+    if args.envs.agent:
+        raise ValueError("--agent: PRIME defines no return over several rows yet; use train_grpo.py")
     if args.rollout_n < 2:
         raise ValueError(f"--rollout-n {args.rollout_n} leaves no other response as a baseline; sample at least 2")
     if args.reward_dpo_coef == args.reward_gt_coef == 0:

@@ -122,6 +122,8 @@ class WithGreedy(Sampler):
 def main(args: Args) -> dict[str, float]:
     """Train with REINFORCE++ or ReMax, and return the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
+    if args.envs.agent:
+        raise ValueError("--agent: REINFORCE++ and ReMax define no return over several rows yet; use train_grpo.py")
     if args.adv_estimator == "optimal_token_baseline" and args.rollout_n < 2:
         raise ValueError("--adv-estimator optimal_token_baseline compares responses; --rollout-n must be at least 2")
     task = load_task(args)

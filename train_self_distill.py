@@ -106,6 +106,8 @@ def validate(args: Args) -> None:
 def main(args: Args) -> dict[str, float]:
     """Distill the policy into itself, and return the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
+    if args.envs.agent:
+        raise ValueError("--agent: an agent writes its prompts itself, so no hint can join them; use train_grpo.py")
     validate(args)
     task = load_task(args)
     train_rows = add_hints(  # Each row gets "hinted_ids", the tokens of the prompt with the hint.

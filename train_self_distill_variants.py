@@ -126,6 +126,8 @@ class Args(RLBase):  # with the groups of flags in rl/run/arguments.py, such as 
 
 def validate(args: Args) -> None:
     """Raise ValueError for flags of distillation that contradict each other, naming the flag, its value and the fix."""
+    if args.envs.agent:
+        raise ValueError("--agent: an agent writes its prompts itself, so no hint can join them; use train_grpo.py")
     if args.loss_mode == "jsd" and args.jsd_beta in (0, 1):
         raise ValueError(
             f"--jsd-beta {args.jsd_beta} makes no mixture; use --loss-mode forward_kl or reverse_kl instead"

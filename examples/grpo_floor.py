@@ -68,7 +68,6 @@ class Args(RL):  # with the groups of flags in rl/run/arguments.py, such as args
     # The bonus grows after a step whose entropy, in nats, is below this. After any other step it shrinks.
     entropy_floor: NotNegative = 0.1
     entropy_bonus_change: NotNegative = 1e-3  # The weight of the entropy bonus changes by this after each step.
-    takes_agents = True  # not a flag: statistics count responses here, and not rows, so --agent is allowed
     seed: Count = 0  # The seed decides, together with the step, the order of the data and what is sampled.
     logging: LoggingRL = LoggingRL(
         experiment_name="floor",

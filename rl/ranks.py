@@ -83,9 +83,10 @@ class Ranks:
         """A tensor with one number for each row of a step, put together from what each rank has for its own rows.
 
         Args: own (b,), the numbers of this rank's rows; rows (b,) int64, which of the step's `size` rows these are, as
-        in `Batch.rows`. Returns: (size,), the same on all ranks. All data ranks must enter.
+        in `Batch.rows`, or which of its responses, as in `Batch.responses`. A response gets the sum over its rows.
+        Returns: (size,), the same on all ranks. All data ranks must enter.
         """
-        return self.all_reduce_sum(own.new_zeros(size).index_copy(0, rows, own))
+        return self.all_reduce_sum(own.new_zeros(size).index_add(0, rows, own))
 
     def mean(self, x: torch.Tensor, mask: torch.Tensor) -> float:
         """Mean of the entries of x with mask 1 on all data ranks, which must enter, or 0 if there are none.

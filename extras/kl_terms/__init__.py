@@ -58,8 +58,8 @@ class KLTerms:
         """
         from rl.formulas import schedule
 
-        own_kl = token_kl.sum(1) / batch.response_mask.sum(1).clamp(min=1)  # (b,)
-        mean_kl = ranks.all_rows(own_kl, batch.rows, len(trainable))[trainable].mean().nan_to_num().item()
+        own_kl = token_kl.sum(1) / batch.num_learned.clamp(min=1)  # (b,), which add up to the mean of each response
+        mean_kl = ranks.all_rows(own_kl, batch.responses, len(trainable))[trainable].mean().nan_to_num().item()
         metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": kl_coef}
         if self.kl_ctrl_type == "adaptive":
             aim = dict(target=self.kl_target, horizon=self.kl_horizon, num_responses=int(trainable.sum()))

@@ -57,8 +57,15 @@ def loaded_groups(states: Sequence[Any], rows: Sequence[Any], n: int, ranks: Any
     return from_states(states, ByIndex(rows), n, ranks)
 
 
+def saved_sample(sample: Any) -> dict[str, Any]:
+    """A sample as a checkpoint holds it, see `saved.saved_sample`."""
+    from extras.partial.saved import saved_sample
+
+    return saved_sample(sample)
+
+
 def sample_of(saved: dict[str, Any]) -> Any:
-    """The sample whose `vars` a checkpoint has held, see `saved.sample_of`."""
+    """The sample that a checkpoint has held, see `saved.sample_of`."""
     from extras.partial.saved import sample_of
 
     return sample_of(saved)

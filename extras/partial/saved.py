@@ -15,27 +15,33 @@ OLD_RESPONSES = (
 )
 
 
+def saved_sample(sample: Sample) -> dict[str, Any]:
+    """A sample as a checkpoint holds it, which is its `vars`, and those of the rows of a response of several."""
+    return vars(sample) | {"rows": [saved_sample(row) for row in sample.rows]}
+
+
 def sample_of(saved: dict[str, Any]) -> Sample:
-    """The sample whose `vars` a checkpoint has held, where JSON has made lists of tuples. Raises ValueError for one
+    """The sample of which `saved_sample` has made this, where JSON has made lists of tuples. Raises ValueError for one
     that an older version has written.
     """
     if saved.keys() != FIELDS:
         raise ValueError(OLD_RESPONSES)
     outcome, score = saved["outcome"] and Outcome(*saved["outcome"]), saved["score"] and Score(*saved["score"])
-    return Sample(**saved | {"outcome": outcome, "score": score})
+    rows = tuple(map(sample_of, saved["rows"]))
+    return Sample(**saved | {"outcome": outcome, "score": score, "rows": rows})
 
 
 def saved_group(row: Row, done: dict[int, Sample]) -> dict[str, Any]:
     """A group as a checkpoint has it: its prompt, the responses that are done by number, and none in flight."""
     prompt = {"row_index": row["row_index"], "prompt_ids": np.asarray(row["prompt_ids"], np.int32)}
-    return prompt | {"done": [[j, vars(sample)] for j, sample in done.items()], "open": []}
+    return prompt | {"done": [[j, saved_sample(sample)] for j, sample in done.items()], "open": []}
 
 
 def groups_in_flight(loop: Loop) -> dict[Hashable, dict[str, Any]]:
     """The groups in flight, by name, see `saved_group`."""
     groups = {}
-    for (name, j), x in loop.trajectories.items():
-        if name not in groups:
+    for (name, j, *_), x in loop.trajectories.items():
+        if name not in groups:  # its first response comes before rows of that, which have no prompt
             groups[name] = saved_group(x.row, {} if loop.partner else loop.complete.get(name, {}))
         if not loop.partner:  # what a partner has kept of a group is not saved, so that the group begins again
             arrays = np.array(x.ids, np.int32), np.array(x.mask, np.int8), np.array(x.logprobs, np.float32)

@@ -1,12 +1,13 @@
 """Groups of responses that wait for a later step of train_dapo.py, as a checkpoint has them."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from extras.partial.saved import sample_of
+from extras.partial.saved import sample_of, saved_sample
 from rl.data.rows import Row
 from rl.data.types import Sample
 from rl.ranks import Ranks
@@ -16,7 +17,7 @@ Saved = list[list[dict[str, Any]]]  # for each group its responses, and the toke
 
 def to_state(groups: Sequence[Sequence[Sample]]) -> Saved:
     """The groups as `Run.steps` takes them. A rank saves all responses, but only the tokens that it has."""
-    return [[vars(s) for s in group] for group in groups]
+    return [[saved_sample(s) for s in group] for group in groups]
 
 
 def from_states(states: Sequence[Saved], rows: Mapping[int, Row], n: int, ranks: Ranks) -> list[list[Sample]]:
@@ -35,10 +36,12 @@ def from_states(states: Sequence[Saved], rows: Mapping[int, Row], n: int, ranks:
         if len(whole) == n and row is not None and np.array_equal(row["prompt_ids"], whole[0].prompt_ids):
             groups.append(whole)
     owners = [i * ranks.size // len(groups) for i in range(len(groups))]  # the rank that gets each group's tokens
-    return [
-        [
-            replace(s if owner == ranks.rank else s.without_tokens(), rank=owner, number=i * n + j)
-            for j, s in enumerate(group)
-        ]
-        for i, (group, owner) in enumerate(zip(groups, owners, strict=True))
-    ]
+    numbers = itertools.count()
+
+    def moved(sample: Sample, owner: int) -> Sample:
+        """The sample, or its rows, with numbers that follow each other."""
+        rows = tuple(moved(row, owner) for row in sample.rows)
+        number = rows[0].number if rows else next(numbers)
+        return replace(sample if owner == ranks.rank else sample.without_tokens(), rank=owner, number=number, rows=rows)
+
+    return [[moved(s, owner) for s in group] for group, owner in zip(groups, owners, strict=True)]

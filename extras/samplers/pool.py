@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from extras import families, images
-from extras.partial import sample_of
+from extras.partial import sample_of, saved_sample
 from extras.samplers import SamplerFlags, Work
 from extras.samplers.dispatcher import Dispatcher
 from extras.samplers.prompts import Group, Prompts
@@ -189,7 +189,7 @@ class SamplerPool:
             return {}
         ledger = self.prompts.ledger
         with self.dispatcher.lock:
-            groups = [[number, [vars(s) for s in samples]] for number, (_, samples) in ledger.ready.items()]
+            groups = [[number, [saved_sample(s) for s in samples]] for number, (_, samples) in ledger.ready.items()]
             return {"ledger": ledger.state(), "groups": groups}
 
     def metrics(self) -> dict[str, float]:

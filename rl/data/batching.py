@@ -160,8 +160,8 @@ def make_batch(
 
     Args:
         responses: of the step, the same list on all ranks (see `gather_responses`). Neighbors that share a prompt and
-            are in the same mini-batch cost less. The rows of a response that has several are in one mini-batch, and
-            each of its sampled tokens counts once in `num_tokens`.
+            are in the same mini-batch cost less. The rows of a response that has several are in one mini-batch. Each
+            of its sampled tokens counts once in `num_tokens`, and the response counts once in `num_seqs`.
         trainable: (B,) bool, whether a response is learned from; by default every response that has a score. One that
             is not keeps its place, and its mask is zero.
         mini_batch_size: responses of an optimizer step; the last one may have fewer.
@@ -185,7 +185,10 @@ def make_batch(
     lengths, shared = [r.num_tokens for r in responses], _shared(responses, minis, ranks)
     learned = [r.num_sampled * int(x) for r, x in zip(responses, trainable.tolist(), strict=True)]
     plan = partial(plan_update, lengths, max_tokens=max_tokens, ranks=ranks, shared=shared, learned=learned)
-    updates = [plan(rows, rows_per_unit=rows_per_unit) for rows in minis]
+    num_learned = torch.zeros(len(ends)).index_add(0, owners, torch.tensor(learned, dtype=torch.float))[owners]
+    num_seqs = [float(len({int(owners[i]) for i in rows if learned[i]})) for rows in minis]
+    plans = zip((plan(rows, rows_per_unit=rows_per_unit) for rows in minis), num_seqs, strict=True)
+    updates = [update._replace(num_seqs=n) for update, n in plans]
     rows_of_rank = [sorted(i for u in updates for i in u.rows_of_rank[rank]) for rank in range(ranks.data_size)]
     samples = _deliver(responses, rows_of_rank, ranks)
     batch = collate(samples, rows=rows_of_rank[ranks.data_rank], width=max(lengths, default=1))
@@ -197,8 +200,9 @@ def make_batch(
     versions = columns.pop("versions", torch.full_like(batch.input_ids, torch.iinfo(torch.int32).max))
     if version is not None:  # tokens of unknown versions count as those that were not sampled
         columns["ages"] = torch.where(versions <= version, version - versions, -1)
-    share, owners = batch.lengths / totals[batch.rows], owners[batch.rows]
-    return replace(batch, share=share, columns=columns, responses=owners), updates
+    share, num_learned = batch.lengths / totals[batch.rows], num_learned[batch.rows]
+    whole = replace(batch, share=share, columns=columns, responses=owners[batch.rows], num_learned=num_learned)
+    return whole, updates
 
 
 def _shared(responses: Sequence[Sample], minis: Sequence[Sequence[int]], ranks: Ranks) -> list[int]:

@@ -196,6 +196,8 @@ class Batch:
     # the responses, unless a response has several rows, see `Sample.rows`.
     rows: torch.Tensor | None = None
     responses: torch.Tensor | None = None  # (b,) int64, ascending, which of the step's responses each row belongs to
+    # (b,) float32, how many tokens of the response that a row belongs to are learned from, all its rows together
+    num_learned: torch.Tensor | None = None
     share: torch.Tensor | None = None  # (b,) float32, tokens of a row / tokens of its update, on all ranks
     # (B, T, ...) by name, see `Columns`. In the place of "versions" a batch has "ages", int32. These are the pushes of
     # weights since a token was sampled, and -1 for a token that was not sampled. Phases of a step may add columns of

@@ -38,7 +38,14 @@ def _clip_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) 
 
 
 def aggregate(
-    x: Tensor, mask: Tensor, mode: str, *, num_tokens: float, num_seqs: float, scale: float | None = None
+    x: Tensor,
+    mask: Tensor,
+    mode: str,
+    *,
+    num_tokens: float,
+    num_seqs: float,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """Weighted sum of per-token values, divided by denominators of the whole mini-batch.
 
@@ -50,7 +57,8 @@ def aggregate(
     The denominators count the mini-batch over all ranks, so what the micro-batches give adds up to the same sum however
     they are cut. A mini-batch without tokens (num_tokens = 0) gives 0.
 
-    Args: x, mask (B, T); num_tokens, num_seqs >= 0 of the mini-batch; scale > 0. Returns: scalar.
+    Args: x, mask (B, T); num_tokens, num_seqs >= 0 of the mini-batch; scale > 0; lengths (B,), the L of the response of
+    each row, if a response may have several rows. Then S_i and L_i are those of a response. Returns: scalar.
     Raises: ValueError for an unknown mode, or without a positive scale where one is needed.
     Source: DAPO, eq. 12, arXiv 2503.14476; Understanding R1-Zero-Like Training (Dr. GRPO), arXiv 2503.20783.
     """
@@ -62,7 +70,8 @@ def aggregate(
     if mode == "seq-mean-token-sum":
         return row_sums.sum() / max(num_seqs, 1)
     if mode == "seq-mean-token-mean":
-        return (row_sums / mask.bool().sum(-1).clamp(min=1)).sum() / max(num_seqs, 1)
+        lengths = mask.bool().sum(-1) if lengths is None else lengths
+        return (row_sums / lengths.clamp(min=1)).sum() / max(num_seqs, 1)
     if mode == "seq-mean-token-sum-norm":
         if scale is None or scale <= 0:
             raise ValueError(f"seq-mean-token-sum-norm needs a positive scale, such as the length limit, got {scale}")

@@ -24,8 +24,6 @@ def load_task(args: Any, *, prompts_per_step: int | None = None, read_train: Rea
     whose rows no function scores. Raises ValueError for mistakes in these, before a model is loaded.
     """
     tokenizer, rewards = check(args), args.rewards
-    if args.envs.agent and not getattr(args, "takes_agents", False):
-        raise ValueError("--agent is not defined for this script, whose statistics count rows; use train_grpo.py")
     check_engine_flags(args.rollout, args.model)
     n, max_tokens = args.rollout_n, args.max_response_length
     sampling = sampling_settings(args.decoding, args.model, tokenizer, n=n, max_tokens=max_tokens)

@@ -43,6 +43,8 @@ def scores_of(responses: Sequence[Sample]) -> torch.Tensor:
 
 def lengths_of(responses: Sequence[Sample], *, whole: bool = False) -> torch.Tensor:
     """How many tokens of each response the policy sampled, or how many the `whole` response has, with the answers of a
-    partner, which --max-response-length limits too: (B,) float32.
+    partner, which --max-response-length limits too: (B,) float32. If a response has several rows, each of them has this
+    limit, so its whole length is that of the longest row.
     """
-    return torch.tensor([float(r.num_response_tokens if whole else r.num_sampled) for r in responses])
+    lengths = (max(x.num_response_tokens for x in r.as_rows) if whole else r.num_sampled for r in responses)
+    return torch.tensor([float(x) for x in lengths])

@@ -62,7 +62,7 @@ def pids(folder):
 
 
 # How the engine has rounded: that depends on which responses are decoded at a time, so on when tools answer.
-ROUNDING = ("rollout/logprob_gap", "training/rollout_probs_diff", "rollout_corr/")
+ROUNDING = ("rollout/logprob_gap", "rollout/stale_gap", "training/rollout_probs_diff", "rollout_corr/")
 
 
 def same_run(one, two, steps):

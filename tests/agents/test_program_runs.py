@@ -12,7 +12,9 @@ import pytest
 from test_environment_runs import same_run
 
 import eval as evaluation
+import train_dapo
 import train_grpo
+import train_grpo_variants
 from rl.flags import build
 from rl.sampling.loop import Loop
 
@@ -65,20 +67,31 @@ def pids(folder):
     return [int(x) for x in (folder / "pids").read_text().split()]
 
 
-def test_rows_of_an_agent_share_the_advantage_of_its_response(task, tmp_path, monkeypatch):
-    seen, make_batch, log_step = [], train_grpo.make_batch, train_grpo.Run.log_step
+def steps_of(module, monkeypatch):
+    """A list that gets, of each step, the responses that are learned from, the updates, and the batch at the end."""
+    seen, make_batch, log_step = [], module.make_batch, module.Run.log_step
 
     def made(responses, **way):
         batch, updates = make_batch(responses, **way)
         seen.append([responses, updates])
         return batch, updates
 
-    def logged(run, metrics, *, responses, batch):
+    def logged(run, metrics, *, responses, batch, **more):
         seen[-1].append(batch)
-        log_step(run, metrics, responses=responses, batch=batch)
+        log_step(run, metrics, responses=responses, batch=batch, **more)
 
-    monkeypatch.setattr(train_grpo, "make_batch", made)
-    monkeypatch.setattr(train_grpo.Run, "log_step", logged)
+    monkeypatch.setattr(module, "make_batch", made)
+    monkeypatch.setattr(module.Run, "log_step", logged)
+    return seen
+
+
+def rows_with_owners(responses):
+    """(number of the response, one of its rows), in the order of a batch."""
+    return [(i, row) for i, response in enumerate(responses) for row in response.rows]
+
+
+def test_rows_of_an_agent_share_the_advantage_of_its_response(task, tmp_path, monkeypatch):
+    seen = steps_of(train_grpo, monkeypatch)
     settings = settings_of(task, tmp_path, total_training_steps=1, ppo_mini_batch_size=2, log_samples_freq=1)
     train_grpo.main(build(train_grpo.Args, **settings))
     [[responses, updates, batch]] = seen
@@ -112,13 +125,80 @@ def test_rows_of_an_agent_share_the_advantage_of_its_response(task, tmp_path, mo
     launch.until(lambda: not any(map(launch.alive, pids(tmp_path))), 60, "a process is left behind")
 
 
-@pytest.mark.parametrize("script", ["train_ppo", "train_reinforce", "train_dapo", "train_async", "train_grpo_variants"])
-def test_scripts_whose_statistics_count_rows_refuse_agents(script, task, tmp_path):
-    module = importlib.import_module(script)
-    settings = getattr(
-        h, f"{script.removeprefix('train_').removesuffix('_variants').replace('async', 'grpo')}_settings"
+def test_dapo_counts_agents_and_punishes_the_longest_conversation(task, tmp_path, monkeypatch):
+    """The penalty of an agent begins at 72 of the 90 tokens of its longest row, and is shared by all its rows."""
+    seen = steps_of(train_dapo, monkeypatch)
+    own = dict(
+        gen_batch_size=6, overlong_penalty_factor=2.0, total_training_steps=1, rollout_is="none", lr_warmup_steps=0
     )
-    with pytest.raises(ValueError, match="^--agent is not defined for this script"):
+    train_dapo.main(build(train_dapo.Args, **settings_of(task, tmp_path, **own)))
+    [[responses, updates, batch]] = seen
+    [metrics] = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert len(responses) == 16 and metrics["train/num_sampled_responses"] == 24 * metrics["train/num_gen_batches"]
+    longest = [max(len(row.response_ids) for row in r.rows) for r in responses]
+    assert max(longest) > 72 > min(longest)
+    rewards = [
+        None if r.score.value is None else r.score.value - 2 * max(0, (size - 72) / 18)
+        for r, size in zip(responses, longest, strict=True)
+    ]
+    for row, (i, sample) in enumerate(rows_with_owners(responses)):
+        scores = [r.score.value for r in responses[i - i % 4 :][:4] if r.score.value is not None]
+        assert len(set(scores)) > 1  # or the group teaches nothing
+        group = [x for x in rewards[i - i % 4 :][:4] if x is not None]
+        std = statistics.stdev(group) + 1e-6
+        expected = 0.0 if rewards[i] is None else (rewards[i] - statistics.mean(group)) / std
+        mask = sample.response_mask * (rewards[i] is not None)
+        assert batch.response_mask[row, : len(mask)].tolist() == mask.tolist()
+        assert batch.advantages[row, : len(mask)].tolist() == pytest.approx((expected * mask).tolist(), abs=1e-5)
+    assert sum(u.num_seqs for u in updates) == sum(x is not None for x in rewards)
+    assert metrics["rollout/logprob_gap_max"] < 1e-4
+
+
+def test_a_mean_over_responses_counts_agents_however_many_rows_they_have(task, tmp_path, monkeypatch):
+    """With one update the loss of a token is minus its advantage, so the mean is minus that of the responses."""
+    seen = steps_of(train_grpo_variants, monkeypatch)
+    own = dict(adv_estimator="opo", loss_agg_mode="seq-mean-token-mean", total_training_steps=1, use_kl_in_reward=True)
+    train_grpo_variants.main(build(train_grpo_variants.Args, **settings_of(task, tmp_path, **own)))
+    [[responses, [update], batch]] = seen
+    scores, lengths = [r.score.value for r in responses], [r.num_sampled for r in responses]
+    counts, advantages = [len(r.rows) for r in responses], {}
+    for g in range(0, 16, 4):
+        group = [i for i in range(g, g + 4) if scores[i] is not None]
+        baseline = sum(scores[i] * lengths[i] for i in group) / sum(lengths[i] for i in group)
+        advantages |= {i: scores[i] - baseline for i in group}
+    assert update.num_seqs == len(advantages) < 16 and sum(counts) > 20
+    [metrics] = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert metrics["actor/pg_loss"] == pytest.approx(-statistics.mean(advantages.values()), abs=1e-5)
+    by_rows = [x for i, x in advantages.items() for _ in range(counts[i])]
+    assert abs(statistics.mean(by_rows) - statistics.mean(advantages.values())) > 1e-3  # or rows could be counted
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)  # the reference is the policy as it is
+    assert batch.num_learned.tolist() == [lengths[i] * (i in advantages) for i in batch.responses.tolist()]
+
+
+@pytest.mark.parametrize("script", ["distill", "dapo"])
+def test_other_scripts_learn_from_agents(script, task, tmp_path):
+    module = importlib.import_module(f"train_{script}")
+    own = dict(teacher_model=task.model, distill_top_k=8, reward_coef=1.0) if script == "distill" else {}
+    module.main(build(module.Args, **settings_of(task, tmp_path, **own)))
+    lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert len(lines) == 2 and lines[0]["rollout/logprob_gap_max"] < 1e-4
+    assert all(1 < x["environment/rows"] <= 3 and 0 < x["environment/error_frac"] < 1 for x in lines)
+    assert 0 < lines[0]["actor/grad_norm"] and lines[0]["actor/skipped_updates"] == 0
+
+
+REFUSED = {
+    "ppo": "PPO defines no value",
+    "reinforce": r"REINFORCE\+\+ and ReMax define no return",
+    "prime": "PRIME defines no return",
+    "dpo": "a pair compares two rows",
+    "self_distill": "an agent writes its prompts itself",
+}
+
+
+@pytest.mark.parametrize("script", REFUSED)
+def test_scripts_without_a_definition_refuse_agents_by_name(script, task, tmp_path):
+    module, settings = importlib.import_module(f"train_{script}"), getattr(h, f"{script}_settings")
+    with pytest.raises(ValueError, match=f"^--agent: {REFUSED[script]}"):
         module.main(build(module.Args, **settings(task, tmp_path / "run", agent="true")))
 
 
@@ -171,3 +251,14 @@ def test_a_run_that_is_killed_leaves_no_agent_behind_and_goes_on_to_the_same_bit
         left = pids(tmp_path / name)
         launch.until(lambda left=left: not any(map(launch.alive, left)), 60, "a process is left behind")
     same_run(tmp_path / "unbroken" / "run", tmp_path / "killed" / "run", 2)
+
+
+def test_groups_of_agents_that_wait_for_a_step_outlive_the_run(task, tmp_path):
+    for name, steps in (("unbroken", [2]), ("resumed", [1, 2])):
+        for last in steps:
+            own = dict(total_training_steps=last, save_freq=1, gen_batch_size=7, rollout_is="none", lr_warmup_steps=0)
+            settings = settings_of(task, tmp_path / name, **own)
+            assert launch.fork("train_dapo", settings, tmp_path / "log").ends() == [0], (tmp_path / "log").read_text()
+    lines = h.read_jsonl(tmp_path / "resumed" / "run" / "metrics.jsonl")
+    assert lines[0]["train/surplus_groups"] > 0 and lines[1]["rollout/staleness_max"] == 1
+    same_run(tmp_path / "unbroken" / "run", tmp_path / "resumed" / "run", 2)
