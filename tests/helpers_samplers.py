@@ -13,6 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from extras.samplers import connection
 from extras.samplers.pool import SamplerPool
+from rl.data.order import derive_seed
+from rl.sampling import sampler
+from rl.sampling.loop import Loop
 
 
 def ends_soon(seconds, fault):
@@ -72,3 +75,19 @@ def note_batches(file):
 def batches(file: Path) -> dict[int, dict]:
     """What `note_batches` has written, by version: of steps that were made again the last time."""
     return {x["version"]: x for x in h.read_jsonl(file) if x["ages"]}  # only rank 0 has samples
+
+
+def seed_by_number():
+    """From now on train_grpo.py samples with the seeds that samplers have, not with the global generators."""
+    ask, start = sampler.Sampler.ask, Loop.start
+
+    def ask_by_number(self, own_rows, sampling, *step):
+        if not step:  # an evaluation
+            return ask(self, own_rows, sampling)
+        Loop.start = lambda r, name, row, way: start(r, name, row, way, derive_seed(0, 4 * step[0] + name))
+        try:
+            return ask(self, own_rows, sampling, *step)
+        finally:
+            Loop.start = start
+
+    sampler.Sampler.ask = ask_by_number

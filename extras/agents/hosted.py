@@ -124,6 +124,13 @@ class HostedConversations:
             self.outcomes[x] = outcome
         return [(x, ids)]
 
+    def set_aside(self) -> bool:
+        """See `rl.sampling.loop.Partner`. Whoever waits for an answer gets it without anything being sampled."""
+        return False
+
+    def take_up(self) -> None:
+        """See `rl.sampling.loop.Partner`."""
+
     def end(self, x: Trajectory) -> Outcome:
         """See `Conversations.end`. There is nothing to say of a response that is given up."""
         number = self.numbers.pop(x)

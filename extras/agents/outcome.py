@@ -38,13 +38,13 @@ def to_json(outcome: Outcome) -> str:
     """A text of which `from_json` makes the outcome again."""
     told, facts = outcome.extra_info, outcome.facts
     report = {name: x for name, x in told["environment"].items() if name != "turn_rewards"}
-    return json.dumps([told["messages"], report, facts["lengths"], facts["rewards"]])
+    return json.dumps([told["messages"], report, facts["lengths"], facts["rewards"], outcome.reward])
 
 
 def from_json(text: str) -> Outcome:
     """The outcome of which `to_json` has made the text. Raises ValueError if it cannot be that of a conversation."""
     try:
-        messages, report, lengths, rewards = json.loads(text)
+        messages, report, lengths, rewards, reward = json.loads(text)
         texts = [x[name] for x in messages for name in ("role", "content")]
         is_conversation = isinstance(report, dict) and all(isinstance(x, str) for x in texts)
         is_conversation &= all(type(x) is int and x >= 0 for x in lengths)
@@ -52,9 +52,10 @@ def from_json(text: str) -> Outcome:
         is_conversation = False
     if not is_conversation:
         raise ValueError("a response has a malformed conversation")
-    if len(rewards) > len(lengths) or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in rewards):
+    numbers = [*rewards, reward]
+    if len(rewards) > len(lengths) or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
         raise ValueError("a response has rewards of turns that it does not have, or that are not numbers")
-    return make_outcome(messages, report, lengths, rewards)
+    return make_outcome(messages, report, lengths, rewards)._replace(reward=float(reward))
 
 
 def turns_of(responses: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:

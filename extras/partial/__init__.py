@@ -24,7 +24,6 @@ class PartialRollouts:
         """Raise ValueError if --partial-rollouts stands beside a flag that it cannot go with."""
         others = {
             "--offline": flags.get("offline"),
-            "--agent": flags.get("agent"),
             "--adv-estimator remax": flags.get("adv_estimator") == "remax",
         }
         if self.partial_rollouts and (other := next((name for name, is_set in others.items() if is_set), None)):

@@ -44,11 +44,14 @@ class PartialSampler(Sampler):
 
 
 def pause(loop: Loop) -> Iterator[tuple[Hashable, list[Sample]]]:
-    """Interrupt the loop, then wait for the partner where it was asked. It answers before others use it. Gives the
-    groups that become complete by that. Ranks of an engine wait together, and not if the run is asked to stop.
+    """Interrupt the loop, then wait for the partner where it was asked. It answers before others use it, unless it sets
+    aside what it has begun. Gives the groups that become complete by that. Ranks of an engine wait together, and not if
+    the run is asked to stop.
     """
     loop.interrupt()
     engine = loop.engine
+    if loop.partner is not None and loop.partner.set_aside():
+        return
     while engine.has_requests(waiting=bool(loop.waiting)) and not stop.requested(engine.group):
         yield from loop.step()
 
@@ -110,6 +113,8 @@ class InFlight:
             self._restore(sampling, on_group)
         num_groups = len(self.ranks.slice_of(self.batch_size, self.ranks.rank))
         with seeded(seed, engine.device), progress("generate", [], total=num_groups) as bar:
+            if partner is not None:
+                partner.take_up()
             self.loop.resume()
             for i, row in enumerate(own_rows):  # at the end of an epoch a prompt may be there twice
                 own_seed = derive_seed(seed, row["row_index"], i) if partner else None

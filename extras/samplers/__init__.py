@@ -53,8 +53,6 @@ class SamplerFlags:
         if share := flags["partial_rollouts"]:
             other = f"--partial-rollouts {share:g}"
             raise ValueError(f"{other} and --max-staleness exclude each other; leave the first out")
-        if flags["agent"]:
-            raise ValueError("--agent: samplers do not start agents yet; train with train_grpo.py")
         if self.weights_dir is not None and self.weights_transfer != "host":
             other = f"--weights-transfer {self.weights_transfer}"
             raise ValueError(f"--weights-dir {self.weights_dir} and {other} exclude each other; leave one of them out")

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -68,7 +68,7 @@ class Dispatcher:
         ranks: Ranks,
     ):
         self.flags, self.setup, self.prompts, self.submit = flags, setup, prompts, submit
-        self.sends_whole_rows = bool(setup.environment.environment or setup.environment.tools)
+        self.sends_whole_rows = any((setup.environment.environment, setup.environment.tools, setup.environment.agent))
         self.experts = families.shape_of(setup.model) if setup.rollout.router_replay else None
         self.weights: dict[str, Any] | None = None  # the newest, see weight_files.py
         self.members: dict[str, Member] = {}  # by the hexadecimal name of their connection
@@ -189,7 +189,12 @@ class Dispatcher:
             raise ValueError(f"{len(packed)} responses have come, where {len(rows)} are due")
         vocabulary = self.prompts.vocabulary
         samples = [protocol.unpack(x, rows[i], sampling, vocabulary, versions) for i, x in enumerate(packed)]
-        return [protocol.with_experts(s, x.experts, self.experts) for s, x in zip(samples, packed, strict=True)]
+
+        def with_experts(sample: Sample, x: protocol.PackedSample) -> Sample:
+            rows = tuple(map(with_experts, sample.rows, x.rows))
+            return replace(protocol.with_experts(sample, x.experts, self.experts), rows=rows)
+
+        return list(map(with_experts, samples, packed))
 
     def _note(self, identity: str, report: protocol.Report, groups: Groups, probe: list[Sample]) -> None:
         """Take what a sampler says of itself, and answer it."""

@@ -26,7 +26,7 @@ from rl.sampling.engines.flags import EngineFlags
 
 TOKEN = "GLASSRL_SAMPLER_TOKEN"  # a variable of the environment: everybody can read a command line
 PARENT = "GLASSRL_SAMPLER_PARENT"  # the same: id of the process that has started this one and takes it with it
-PROTOCOL = 9  # of these messages. Both sides must have the same.
+PROTOCOL = 10  # of these messages. Both sides must have the same.
 LARGEST = 2**30  # bytes of a message. The run closes a connection that sends more.
 MAX_LOGPROB = 1e-3  # rounding may take the log-prob of a certain token above 0
 
@@ -89,6 +89,7 @@ class PackedSample(msgspec.Struct, array_like=True):
     experts: bytes  # of each token of prompt and response in each layer, or none: see `rl.data.types.Columns`
     finish_reason: Literal["stop", "length", "error", "abort"]
     outcome: str | None  # of a conversation, as JSON too
+    rows: "list[PackedSample]" = []  # of an agent's response, which has no tokens of its own, see `Sample.rows`
 
 
 class Group(msgspec.Struct):
@@ -157,6 +158,7 @@ def pack(sample: Sample, *, learns: bool = True) -> PackedSample:
         versions=sample.columns["versions"][len(sample.prompt_ids) :].tobytes(),
         experts=b"" if experts is None else experts.tobytes(),
         outcome=None if sample.outcome is None else agents.outcome_to_json(sample.outcome),
+        rows=[pack(row, learns=learns) for row in sample.rows],
     )
 
 
@@ -183,9 +185,12 @@ def unpack(packed: PackedSample, row: Row, sampling: Sampling, vocabulary: int, 
         "log-probs of tokens that were not sampled": not logprobs[mask == 0].any(),
         f"tokens of other weights than those of {versions}": np.isin(of_response[is_sampled], versions).all(),
         "a mask that does not fit its versions": (is_sampled == (mask == 1)).all(),
+        "rows beside tokens of its own, or in rows": not (packed.rows and len(ids))
+        and not any(x.rows for x in packed.rows),
     }
     if wrong := [rule for rule, holds in rules.items() if not holds]:
         raise ValueError(f"a response has {' and '.join(wrong)}")
+    of_row = {"prompt_ids": [], "row_index": row["row_index"]}
     of_prompt = np.full(len(row["prompt_ids"]), unknown(of_response), np.int32)
     return Sample(
         prompt_ids=row["prompt_ids"],
@@ -196,6 +201,7 @@ def unpack(packed: PackedSample, row: Row, sampling: Sampling, vocabulary: int, 
         row_index=row["row_index"],
         columns={"versions": np.concatenate([of_prompt, of_response])},
         outcome=None if packed.outcome is None else agents.outcome_from_json(packed.outcome),
+        rows=tuple(unpack(x, of_row, sampling, vocabulary, versions) for x in packed.rows),
     )
 
 
@@ -217,7 +223,7 @@ def with_experts(sample: Sample, experts: bytes, of_model: tuple[int, int, int] 
 
 
 def row_of(row: Row, *, whole: bool) -> dict[str, Any]:
-    """What a sampler has to know of a row: all of it, if environments answer the policy."""
+    """What a sampler has to know of a row: all of it, if environments or agents take part."""
     return row if whole else {name: row[name] for name in ("prompt_ids", "row_index")}
 
 

@@ -200,7 +200,7 @@ class Sampler:
 def _first_of(groups: list[protocol.Group]) -> list[protocol.Group]:
     """Those groups, from the first on, that go into one report."""
     groups = groups[:GROUPS_OF_A_REPORT]
-    sizes = itertools.accumulate(sum(len(x.experts) for x in group.samples) for group in groups)
+    sizes = itertools.accumulate(sum(len(x.experts) for s in group.samples for x in (s, *s.rows)) for group in groups)
     return [group for group, size in zip(groups, sizes, strict=True) if size <= EXPERTS_OF_A_REPORT] or groups[:1]
 
 

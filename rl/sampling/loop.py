@@ -124,6 +124,14 @@ class Partner(Protocol):
         until `answers` returns it again. Before the response ends, the partner sets its `rows`.
         """
 
+    def set_aside(self) -> bool:
+        """Keep all responses as they are until `take_up`, while another loop may use the partner. Returns whether that
+        can be done. If not, the loop waits for `answers` to all that the policy has said.
+        """
+
+    def take_up(self) -> None:
+        """Go on with the responses that were set aside, if there are any."""
+
     def end(self, x: Trajectory) -> Outcome:
         """Forget a response, which is complete or given up. Returns what there is to say of it."""
 

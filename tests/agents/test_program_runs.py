@@ -203,13 +203,8 @@ def test_scripts_without_a_definition_refuse_agents_by_name(script, task, tmp_pa
 
 
 def test_what_agents_exclude(task, tmp_path):
-    for other, problem in {
-        "partial_rollouts": "--agent exclude each other",
-        "reward_model": "--reward-model does not read the conversations of --agent",
-    }.items():
-        value = 0.5 if other == "partial_rollouts" else task.model
-        with pytest.raises(ValueError, match=problem):
-            train_grpo.main(build(train_grpo.Args, **settings_of(task, tmp_path, **{other: value})))
+    with pytest.raises(ValueError, match="--reward-model does not read the conversations of --agent"):
+        train_grpo.main(build(train_grpo.Args, **settings_of(task, tmp_path, reward_model=task.model)))
 
 
 def test_eval_py_scores_agents_as_the_run_itself(task, tmp_path):
@@ -223,6 +218,24 @@ def test_eval_py_scores_agents_as_the_run_itself(task, tmp_path):
     )
     assert 0 < again["reward/mean"] == found["val-core/arithmetic/reward/mean@1"]
     assert again["response_length/mean"] == found["val/response_length"] > 4
+
+
+@pytest.mark.parametrize("ranks", h.some([1, 2], 1))
+def test_agents_that_outlive_a_step_are_learned_from_once(ranks, task, tmp_path):
+    """The second run goes on from a checkpoint, where unfinished agents begin again."""
+    for last in (2, 5):
+        own = dict(partial_rollouts=0.75, rollout_is="token", total_training_steps=last, save_freq=1, test_freq=2)
+        settings = settings_of(task, tmp_path, agents_at_once=8, **own)
+        codes = launch.fork("train_grpo", settings, tmp_path / "log", ranks=ranks).ends()
+        assert codes == [0] * ranks, (tmp_path / "log").read_text()
+    lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    steps = [x for x in lines if "environment/rows" in x]
+    assert len(steps) == 5 and sum("val/accuracy" in x for x in lines) >= 2
+    for line in steps:
+        assert line["environment/rows"] > 1 and line["environment/error_frac"] < 1
+        assert line.get("rollout/logprob_gap_max", 0) < 1e-4
+    assert max(line["rollout/staleness_max"] for line in steps) >= 1
+    launch.until(lambda: not any(map(launch.alive, pids(tmp_path))), 60, "a process is left behind")
 
 
 @pytest.mark.thorough

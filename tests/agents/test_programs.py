@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,10 @@ from transformers import AutoTokenizer
 
 from extras.agents import EnvironmentFlags, check_rows, open_partner
 from extras.agents.programs.history import Tree, cleaned
+from extras.partial.in_flight import InFlight
+from extras.partial.rows import begun_in_step
 from rl.data.types import Completion, Sampling
+from rl.ranks import init_ranks
 from rl.sampling.groups import sample_groups
 from rl.sampling.loop import Loop, Trajectory
 
@@ -209,6 +213,39 @@ def test_what_is_given_up_ends_at_once(hf_engine, policy, agents, tokenizer, not
     loop.abandon()
     launch.until(lambda: not any(map(launch.alive, pids)), 20, "a process is left behind")
     assert facts(go("linear")[0][0]) == ("stop", 3, 1, 0)
+
+
+@pytest.mark.parametrize("kind", h.some(["hf", "vllm"], "hf"))
+def test_agents_that_a_step_does_not_wait_for_go_on_with_later_weights(kind, go, policy, agents, tokenizer, request):
+    """Each push brings the same weights under a new number, so that all log-probs can be compared with the policy."""
+    engine = request.getfixturevalue(f"{kind}_engine")
+    kinds = [{"does": x, "latency": 0.1} for x in ("linear", "fork", "parallel", "compact", "choices", "crash")]
+    rows = rows_of(tokenizer, *kinds * 6)
+    way = Sampling(n=2, temperature=TEMPERATURE, max_tokens=ROOM, stop_token_ids=STOPS)
+    flight, found, num_alive = InFlight(2.0, rows, 2, init_ranks(), [], 5), [], 0
+    for step in range(8):
+        push(engine, policy)
+        new = begun_in_step(rows, step, 2, 0, flight.ahead)
+        found += flight.sample(engine, new, way, lambda *group: None, agents, step=step)[1]
+        assert engine.is_idle and not agents.open
+        num_alive += len(agents.aside)
+        if step < 2:  # an evaluation has agents of its own, while 8 of 8 places are taken
+            held_out = sample_groups(engine, rows[:6], replace(way, n=1), partner=agents, seed=1)
+            assert [s.finish_reason for s in held_out] == ["stop"] * 5 + ["error"]
+            assert [len(s.rows) for s in held_out] == [1, 2, 4, 2, 3, 1]
+    assert num_alive > 8 and len(found) == 8 * 2 * 2
+    crashed = [kinds[s.row_index % 6]["does"] == "crash" for s in found]
+    assert [s.finish_reason == "error" for s in found] == crashed and any(crashed)
+    spans = [[v for v, _ in spans_of(row)] for s in found for row in s.rows]
+    assert any(len(set(x)) > 1 for x in spans) and all(x == sorted(x) for x in spans)
+    for s in found:
+        assert s.num_sampled == sum(s.outcome.facts["lengths"]) and len({v for r in s.rows for v, _ in spans_of(r)}) < 8
+    check_parity(policy, found)
+    [state] = [flight.state()["in_flight"]]
+    assert len(state) == 4 and not any(group["open"] for group in state)  # those in flight begin again
+    agents.take_up()
+    flight.loop.abandon()
+    assert facts(go("linear", engine=engine)[0][0]) == ("stop", 3, 1, 0)
 
 
 def test_the_first_agent_of_the_page_works(tokenizer, tmp_path, capfd):

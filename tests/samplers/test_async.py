@@ -14,7 +14,7 @@ import launch
 import numpy as np
 import pytest
 from helpers_engines import the_only_shared_engine
-from helpers_samplers import Pools, batches, note_batches, with_two_heads
+from helpers_samplers import Pools, batches, note_batches, seed_by_number, with_two_heads
 from transformers import AutoConfig
 
 from data import dots, files
@@ -28,11 +28,8 @@ from extras.samplers.sampler import Sampler
 from rl import console
 from rl.console import progress_line
 from rl.data import batching
-from rl.data.order import derive_seed
 from rl.data.types import Sampling
-from rl.sampling import sampler
 from rl.sampling.engines.flags import EngineFlags
-from rl.sampling.loop import Loop
 
 
 @pytest.fixture(scope="module")
@@ -44,22 +41,6 @@ def task(tmp_path_factory):
 def pools(task, tmp_path, monkeypatch):
     monkeypatch.setenv(TOKEN, "a token of this test")
     return Pools(task, tmp_path)
-
-
-def seed_by_number():
-    """From now on train_grpo.py samples with the seeds that samplers have, not with the global generators."""
-    ask, start = sampler.Sampler.ask, Loop.start
-
-    def ask_by_number(self, own_rows, sampling, *step):
-        if not step:  # an evaluation
-            return ask(self, own_rows, sampling)
-        Loop.start = lambda r, name, row, way: start(r, name, row, way, derive_seed(0, 4 * step[0] + name))
-        try:
-            return ask(self, own_rows, sampling, *step)
-        finally:
-            Loop.start = start
-
-    sampler.Sampler.ask = ask_by_number
 
 
 # Up to three turns; the first messages depend on the seed, and every third row has no conversation.

@@ -59,6 +59,41 @@ def test_a_sample_travels_whole():
         np.testing.assert_equal(getattr(found, field.name), getattr(sample, field.name), err_msg=field.name)
 
 
+def response_of_an_agent():
+    def row(*ids, mask):
+        columns = versions_of([], *((4 if x else -1, 1) for x in mask))
+        return Sample([], ids, mask, np.float32(mask) * -0.5, "stop", 3, columns=columns)
+
+    outcome = make_outcome([{"role": "user", "content": "8"}], {"calls": 2, "reward": 0.25}, [1, 2], [])
+    rows = row(5, 6, 7, mask=[0, 1, 0]), row(5, 8, 9, mask=[0, 1, 1])
+    whole = Sample(ROW["prompt_ids"], [], [], [], "length", 3, outcome._replace(reward=0.25), rows=rows)
+    return dataclasses.replace(whole, columns=versions_of([1, 2]))
+
+
+def test_a_response_travels_with_all_its_rows():
+    sample = response_of_an_agent()
+    found = protocol.unpack(traveled(protocol.pack(sample)), ROW, WAY, 10, range(4, 6))
+    assert found.outcome == sample.outcome and found.outcome.reward == 0.25 and len(found.rows) == 2
+    assert (found.num_response_tokens, found.num_sampled, found.finish_reason) == (6, 3, "length")
+    for one, other in zip((found, *found.rows), (sample, *sample.rows), strict=True):
+        for field in dataclasses.fields(Sample):
+            if field.name not in ("rows", "outcome"):
+                np.testing.assert_equal(getattr(one, field.name), getattr(other, field.name), err_msg=field.name)
+
+
+def test_rows_that_no_engine_has_sampled_are_refused():
+    packed = protocol.pack(response_of_an_agent())
+    packed.rows[1].mask = np.int8([1, 1, 1]).tobytes()
+    with pytest.raises(ValueError, match="a mask that does not fit its versions"):
+        protocol.unpack(traveled(packed), ROW, WAY, 10, range(4, 6))
+    packed = protocol.pack(response_of_an_agent())
+    for wrong in ([packed], [protocol.pack(sample_of_numbers())]):
+        both = protocol.pack(sample_of_numbers() if wrong[0] is not packed else response_of_an_agent())
+        both.rows = wrong
+        with pytest.raises(ValueError, match="rows beside tokens of its own, or in rows"):
+            protocol.unpack(traveled(both), ROW, WAY, 10, range(4, 6))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -82,18 +117,19 @@ def test_a_sample_travels_whole():
         (dict(versions=np.int32([4, 4, 4]).tobytes()), "a mask that does not fit its versions"),
         (dict(versions=np.int32([4, 4]).tobytes()), "3 log-probs and 2 versions"),
         (dict(versions=b""), "3 log-probs and 0 versions"),
-        (dict(outcome="[[], {}, [2, 1], [0.5, 1.0, 1.0]]"), "rewards of turns that it does not have"),
-        (dict(outcome="[[], {}, [2], [NaN]]"), "rewards of turns that it does not have, or that are not numbers"),
-        (dict(outcome='[[], {}, [2], ["1"]]'), "rewards of turns that it does not have, or that are not numbers"),
+        (dict(outcome="[[], {}, [2, 1], [0.5, 1.0, 1.0], 0]"), "rewards of turns that it does not have"),
+        (dict(outcome="[[], {}, [2], [NaN], 0]"), "rewards of turns that it does not have, or that are not numbers"),
+        (dict(outcome='[[], {}, [2], ["1"], 0]'), "rewards of turns that it does not have, or that are not numbers"),
         (dict(outcome=""), "Expecting value"),
         (dict(outcome="5"), "a malformed conversation"),
         (dict(outcome="null"), "a malformed conversation"),
-        (dict(outcome="[[1], {}, [], []]"), "a malformed conversation"),
-        (dict(outcome='[[{"role": "tool"}], {}, [], []]'), "a malformed conversation"),
-        (dict(outcome="[[], 5, [], []]"), "a malformed conversation"),
-        (dict(outcome="[[], {}, 5, []]"), "a malformed conversation"),
-        (dict(outcome="[[], {}, [1.5], []]"), "a malformed conversation"),
+        (dict(outcome="[[1], {}, [], [], 0]"), "a malformed conversation"),
+        (dict(outcome='[[{"role": "tool"}], {}, [], [], 0]'), "a malformed conversation"),
+        (dict(outcome="[[], 5, [], [], 0]"), "a malformed conversation"),
+        (dict(outcome="[[], {}, 5, [], 0]"), "a malformed conversation"),
+        (dict(outcome="[[], {}, [1.5], [], 0]"), "a malformed conversation"),
         (dict(outcome="[" * 10**5), "a malformed conversation"),
+        (dict(outcome="[[], {}, [2], [], NaN]"), "rewards of turns that it does not have, or that are not numbers"),
         (dict(outcome="[[]]"), "not enough values to unpack"),
     ],
 )

@@ -79,7 +79,7 @@ ALLOWANCES: list[tuple[str, int, str]] = [
     # What --dtype float16 needs of the core. The issue that asked for it granted 60 lines.
     ("core", 22, "A loss has a scale in float16, and a GPU without bfloat16 computes in float16 or is refused."),
     # What an agent's several conversations need of the core. The issue that asked for it granted 80 lines.
-    ("core", 41, "A response may have several rows, which share its advantage and its update, and count as one."),
+    ("core", 43, "A response may have several rows, which share its advantage and its update, and count as one."),
     ("train_dpo.py", 2, "DPO refuses --agent by name, since its pairs compare two rows."),
     ("train_ppo.py", 2, "PPO refuses --agent by name, until values over several rows are defined."),
     ("train_prime.py", 2, "PRIME refuses --agent by name, until returns over several rows are defined."),
@@ -265,8 +265,8 @@ def test_the_front_page_says_how_long_the_code_is():
     assert f"`train_grpo.py` is GRPO in {now['train_grpo.py']} lines of code, {len(lines)} with comments" in page
     assert "has fewer than 4,000 lines of code for its core and about 1,700 for what keeps a run alive" in page
     assert now["core"] < 4000 and 1650 <= now["wall"] < 1750
-    assert "is in `extras/`, about 8,500 lines" in page
-    assert 8250 <= sum(map(size, (ROOT / "extras").rglob("*.py"))) < 8750
+    assert "is in `extras/`, about 9,000 lines" in page
+    assert 8700 <= sum(map(size, (ROOT / "extras").rglob("*.py"))) < 9250
 
 
 def test_what_counts_as_a_code_line():

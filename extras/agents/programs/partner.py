@@ -76,6 +76,8 @@ class Agents:
         self.server = Server(flags.agent, flags.environment_timeout, flags.agents_at_once)
         self.inbox = self.server.inbox
         self.open: dict[Trajectory, Agent] = {}
+        self.aside: dict[Trajectory, Agent] = {}  # those of a loop that pauses
+        self.later: list[Asked | Ended] = []  # what came from them meanwhile
         self.said: set[str] = set()  # what was said once
         self.failed = 0  # agents in a row that have failed
         atexit.register(self.close)
@@ -117,7 +119,9 @@ class Agents:
         """The rows for which agents have asked, and the responses whose agents have ended."""
         answers: list[tuple[Trajectory, list[int] | None]] = []
         for event in self._events(wait_s):
-            if (agent := self.open.get(event.key)) is None:
+            if event.key in self.aside:
+                self.later.append(event)
+            elif (agent := self.open.get(event.key)) is None:
                 if isinstance(event, Asked):
                     event.answer.put(Refused("this response is over", status=410))
             elif isinstance(event, Ended):
@@ -141,6 +145,20 @@ class Agents:
                 yield self.inbox.get_nowait()
         except queue.Empty:
             return
+
+    def set_aside(self) -> bool:
+        """See `rl.sampling.loop.Partner`. Agents live on, and what they ask waits. They leave others their places."""
+        self.aside, self.open = {**self.aside, **self.open}, {}
+        self.server.set_aside()
+        return True
+
+    def take_up(self) -> None:
+        """See `rl.sampling.loop.Partner`."""
+        self.open, self.aside = {**self.aside, **self.open}, {}
+        for event in self.later:
+            self.inbox.put(event)
+        self.later = []
+        self.server.take_up()
 
     def _ask(self, x: Trajectory, agent: Agent, asked: Asked) -> list[tuple[Trajectory, list[int]]]:
         """The rows that a request goes on with, and what they are told. Raises Refused, or one of FAULTS."""
@@ -262,6 +280,6 @@ class Agents:
 def _without_calls(x: Trajectory) -> Sample:
     """The row of a response in which nothing was sampled: its prompt, of which nothing is learned."""
     row = AgentRow((*x.key, 0), {"prompt_ids": [], "row_index": x.row["row_index"]}, x.sampling, None, x)
-    row.tell(list(x.row["prompt_ids"]))
+    row.tell(list(x.row["prompt_ids"][: x.sampling.max_tokens]))
     row.columns = {"versions": np.full(len(row.ids), unknown(np.empty(0, np.int32)), np.int32)}
     return row.sample()

@@ -102,6 +102,8 @@ class Server:
         self.url = ""
         self.waiting: list[Agent] = []  # to be started
         self.running: dict[int, Agent] = {}
+        self.aside: set[int] = set()  # those of `running` that a pause has left without a loop
+        self.held: list[Agent] = []  # to be started after the pause
         self.by_token: dict[str, Agent] = {}
 
     # --- called by the rank's thread ---
@@ -116,6 +118,14 @@ class Server:
     def end(self, key: Hashable) -> None:
         """Kill an agent that is given up. Nothing more is heard of it."""
         self.loop.call_soon_threadsafe(self._give_up, key)
+
+    def set_aside(self) -> None:
+        """From here on none of the agents so far has a place among those that run at a time, or gets one."""
+        self.loop.call_soon_threadsafe(self._set_aside)
+
+    def take_up(self) -> None:
+        """Count all agents again, and start those that had no place."""
+        self.loop.call_soon_threadsafe(self._take_up)
 
     def close(self) -> None:
         """End all agents, the endpoint and the process that starts agents."""
@@ -158,8 +168,15 @@ class Server:
         self.waiting.append(agent)
         self._start_more()
 
+    def _set_aside(self) -> None:
+        self.aside, self.held, self.waiting = set(self.running), self.held + self.waiting, []
+
+    def _take_up(self) -> None:
+        self.aside, self.held, self.waiting = set(), [], self.held + self.waiting
+        self._start_more()
+
     def _start_more(self) -> None:
-        while self.waiting and len(self.running) < self.at_once:
+        while self.waiting and len(self.running.keys() - self.aside) < self.at_once:
             agent = self.waiting.pop(0)
             try:
                 self._launch(agent)
@@ -191,6 +208,7 @@ class Server:
 
     def _give_up(self, key: Hashable) -> None:
         self.waiting = [agent for agent in self.waiting if agent.key is not key]
+        self.held = [agent for agent in self.held if agent.key is not key]
         for agent in [agent for agent in self.running.values() if agent.key is key]:
             self._kill(agent, "it was given up")
 
@@ -202,7 +220,7 @@ class Server:
             message = b""
         if not message:
             self.loop.remove_reader(self.control)
-            for agent in [*self.running.values(), *self.waiting]:
+            for agent in [*self.running.values(), *self.waiting, *self.held]:
                 self._close(agent, None, "the process that starts agents has ended")
             return
         number, code = json.loads(message)
