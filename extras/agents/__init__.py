@@ -46,7 +46,8 @@ class EnvironmentFlags:
     # A tool's result has at most this many characters. A longer one is cut, with a mark.
     max_tool_response_length: Annotated[AtLeast1, PARTNER] = 4096
     # This command is started for each response. It talks to the policy at $OPENAI_BASE_URL, as docs/agents.md says, and
-    # the response ends when it exits. By default there are no agents.
+    # the response ends when it exits. Each of its conversations has at most --max-response-length tokens, with all
+    # messages. By default there are no agents.
     agent: str | None = None
     agents_at_once: Free[Annotated[AtLeast1, Needs("agent")]] = 64  # A rank has at most this many agents at a time.
     # An agent gets at most this many completions.

@@ -22,34 +22,32 @@ def shown(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], batch: 
     `value`.
 
     A response that a partner has answered also has what the partner says, see `Outcome`, and for each token its `mask`:
-    1 if it was sampled, 0 if the policy was told it. Of a response with several rows the last one is shown.
+    1 if it was sampled, 0 if the policy was told it. A response with `rows`, as that of an agent, has `tokens` for each
+    of them, and what stands before the first sampled token of a row is its `prompt`.
 
     Args: samples, of this rank, with scores; batch, what this rank trains on in the step; None if in nothing.
     """
     return [
-        {
-            "prompt": tokenizer.decode(sample.prompt_ids),
-            **sample.record,
-            "finish_reason": sample.finish_reason,
-            "tokens": _tokens(tokenizer, sample.as_rows[-1], batch),
-        }
-        for sample in samples[:MOST]
-        if sample.row_index == samples[0].row_index
+        {"prompt": tokenizer.decode(x.prompt_ids), **x.record, "finish_reason": x.finish_reason}
+        | ({"rows": [_row(tokenizer, row, batch) for row in x.rows]} if x.rows else _row(tokenizer, x, batch))
+        for x in samples[:MOST]
+        if x.row_index == samples[0].row_index
     ]
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, sample: Sample, batch: Batch | None) -> dict[str, list]:
-    tokens = {"text": [tokenizer.decode([i]) for i in sample.response_ids.tolist()]}
+def _row(tokenizer: PreTrainedTokenizerBase, sample: Sample, batch: Batch | None) -> dict[str, Any]:
+    # Of a row without a prompt of its own, that is what stands before the first token that was sampled.
+    start = 0 if len(sample.prompt_ids) else int(sample.response_mask.argmax())
+    tokens = {"text": [tokenizer.decode([i]) for i in sample.response_ids[start:].tolist()]}
     if sample.outcome or not len(sample.prompt_ids):
-        tokens["mask"] = sample.response_mask.tolist()
-    tokens["engine_logp"] = _rounded(torch.tensor(sample.rollout_logprobs))
-    if batch is None or (row := _row_of(sample, batch)) is None:
-        return tokens
-    response = slice(len(sample.prompt_ids), sample.num_tokens)
-    columns = dict(
-        advantage=batch.advantages, trainer_logp=batch.old_logp, reference_logp=batch.ref_logp, value=batch.values
-    )
-    return tokens | {name: _rounded(x[row, response]) for name, x in columns.items() if x is not None}
+        tokens["mask"] = sample.response_mask[start:].tolist()
+    tokens["engine_logp"] = _rounded(torch.tensor(sample.rollout_logprobs[start:]))
+    if batch is not None and (row := _row_of(sample, batch)) is not None:
+        place = row, slice(len(sample.prompt_ids) + start, sample.num_tokens)
+        names = dict(advantage="advantages", trainer_logp="old_logp", reference_logp="ref_logp", value="values")
+        columns = ((name, getattr(batch, field)) for name, field in names.items())
+        tokens |= {name: _rounded(x[place]) for name, x in columns if x is not None}
+    return {"prompt": tokenizer.decode([*sample.prompt_ids, *sample.response_ids[:start]]), "tokens": tokens}
 
 
 def _row_of(sample: Sample, batch: Batch) -> int | None:

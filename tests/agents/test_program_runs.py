@@ -15,6 +15,7 @@ import eval as evaluation
 import train_dapo
 import train_grpo
 import train_grpo_variants
+from rl.data.template import load_tokenizer
 from rl.flags import build
 from rl.sampling.loop import Loop
 
@@ -121,7 +122,17 @@ def test_rows_of_an_agent_share_the_advantage_of_its_response(task, tmp_path, mo
     assert metrics["environment/error_frac"] == sum(errors) / 16 and metrics["rollout/logprob_gap_max"] < 1e-4
     records = h.read_jsonl(tmp_path / "run" / "generations.jsonl")
     shown = [x for x in records if x["score"] is not None]
-    assert shown and all(len(x["tokens"]["mask"]) == len(x["tokens"]["advantage"]) for x in shown)
+    assert shown and [len(x["rows"]) for x in records] == counts[: len(records)]
+    tokenizer = load_tokenizer(task.model)
+    for record, response in zip(records, responses, strict=False):
+        for x, row in zip(record["rows"], response.rows, strict=True):  # all of them, each with its prompt
+            start, mask = row.response_mask.tolist().index(1), row.response_mask.tolist()
+            assert x["prompt"] == tokenizer.decode(row.response_ids[:start]) and x["prompt"].startswith("<|im_start|>")
+            assert x["tokens"]["mask"] == mask[start:] and x["tokens"]["mask"][0] == 1
+            assert x["tokens"]["text"] == [tokenizer.decode([i]) for i in row.response_ids[start:].tolist()]
+            logps = row.rollout_logprobs[start:].tolist()
+            assert x["tokens"]["engine_logp"] == pytest.approx(logps, abs=1e-5)
+            assert len({a for a, m in zip(x["tokens"]["advantage"], mask[start:], strict=True) if m}) == 1
     launch.until(lambda: not any(map(launch.alive, pids(tmp_path))), 60, "a process is left behind")
 
 

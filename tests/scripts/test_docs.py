@@ -6,6 +6,7 @@ import importlib
 import re
 import shlex
 import shutil
+import sys
 from types import ModuleType
 
 import helpers_families as families
@@ -328,7 +329,12 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
     families.save("experts", folder / "experts")
     changes["train_grpo"] |= dict(model=str(folder / "experts"), router_replay=True)
     changes["train_reinforce"] = dict(use_kl_loss=True, adv_estimator="remax")
-    changes |= {"train_distill": dict(loss_mode="jsd", teacher_model=task.model), "train_prime": {}}
+    (folder / "ask_twice.py").write_text(
+        (ROOT / "docs" / "agents.md").read_text().split("```python\n")[1].partition("```")[0]
+    )
+    with_agent = dict(agent=f"{sys.executable} {folder / 'ask_twice.py'}", max_response_length=90)
+    changes["train_distill"] = dict(loss_mode="jsd", teacher_model=task.model) | with_agent
+    changes["train_prime"] = {}
     changes["train_self_distill"] = dict(hint_template=r"{prompt}\n{hint}", max_hinted_prompt_length=80)
     changes["train_self_distill_variants"] = changes["train_self_distill"] | dict(hint_from="group", teacher="ema")
     (port,), changes["train_async"] = launch.free_ports(1), dict(samplers=0, use_kl_loss=True, total_training_steps=3)

@@ -27,7 +27,7 @@ from launch import ROOT
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
     "core": 2991,
-    "wall": 1613,
+    "wall": 1609,
     "import train_grpo": 3942,
     "import sft": 2417,
     "import eval": 1290,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from extras.agents.chat import THOUGHT, TURN, Chat
-from extras.agents.programs.requests import Refused, mark_of, plain
+from extras.agents.programs.requests import Refused, as_message, mark_of
 from extras.demonstrations import encode_behind, without_control_tokens
 from rl.data.template import FAULTS, render
 from rl.data.types import Sample
@@ -87,7 +87,7 @@ class Tree:
         """The call that these messages ask for, behind the longest conversation that they extend, or from the start.
         Nothing is noted of it until `open`. Raises Refused if the chat template cannot write them.
         """
-        said = [plain(x) for x in messages]
+        said = [as_message(x) for x in messages]
         marks, key = tuple(map(mark_of, said)), json.dumps(tools, sort_keys=True)
         for k in range(len(said) - 1, 0, -1):
             parent = self.complete.get((key, marks[:k]))
@@ -193,7 +193,7 @@ class Tree:
 
     def finish(self, call: Call, answer: dict) -> None:
         """The agent gets `answer`, so from here on its messages may extend it."""
-        said = plain(answer)
+        said = as_message(answer)
         call.marks, call.messages = (*call.marks, mark_of(said)), [*call.messages, said]
         self.complete[call.tools, call.marks] = call
         self.calls.append(call)

@@ -72,7 +72,7 @@ def text_of(content: Any) -> str:
     raise Refused("the content of a message must be text")
 
 
-def plain(message: Any) -> dict:
+def as_message(message: Any) -> dict:
     """A message as the chat template gets it."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused("a message must have a role and a content")
