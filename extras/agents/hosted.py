@@ -19,6 +19,7 @@ import contextlib
 import functools
 import os
 import pickle
+import select
 import selectors
 import signal
 import traceback
@@ -58,6 +59,8 @@ class HostedConversations:
         self.outcomes: dict[Trajectory, Outcome] = {}  # of responses that have ended
         self.messages: list[tuple] = []  # to be sent
         self.connection, theirs = Pipe()
+        self.poll = select.poll()  # kept, since `Connection.poll` makes such an object in every decoding step
+        self.poll.register(self.connection, select.POLLIN)
         if (pid := os.fork()) == 0:
             self.connection.close()
             _host(self.here, theirs)
@@ -83,7 +86,7 @@ class HostedConversations:
         answers: list[tuple[Trajectory, list[int] | None]] = []
         self._send()
         try:
-            while self.connection.poll(0.0 if answers else wait_s):
+            while self.poll.poll(0 if answers else wait_s * 1000):
                 answers += [x for message in self.connection.recv() for x in self._heard(*message)]
         except (EOFError, OSError) as error:
             raise self._ended() from error
