@@ -43,6 +43,7 @@ BORROWED = [
         "sampling/engines/vllm.py",
         "names tasks of which one is to sample",
     ),
+    Borrowed("vllm.SamplingParams.clone", "sampling/engines/vllm.py", "copies parameters that are made once"),
     Borrowed(
         "vllm.v1.engine.input_processor.InputProcessor.process_inputs",
         "sampling/engines/vllm.py",

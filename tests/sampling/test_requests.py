@@ -237,6 +237,18 @@ def test_stop_tokens_are_not_copied_with_every_request(vllm_engine, policy):
     vllm_engine.abort()
 
 
+def test_requests_that_share_parameters_have_lengths_and_seeds_of_their_own(vllm_engine, policy):
+    push(vllm_engine, policy)
+    wanted = [(5, 7), (3, None), (9, 8)]
+    vllm_engine.add([Request(i, PROMPTS[0], Sampling(max_tokens=n), seed) for i, (n, seed) in enumerate(wanted)])
+    vllm_engine.add([Request(3, PROMPTS[0], Sampling(top_p=0.5, max_tokens=5), 7)])
+    vllm_engine.step()
+    params = [request.sampling_params for request in vllm_engine.scheduler.requests.values()]
+    assert [(x.max_tokens, x.seed) for x in params] == [*wanted, (5, 7)]
+    assert [x.top_p for x in params] == [1, 1, 1, 0.5]
+    vllm_engine.abort()
+
+
 def test_stop_tokens_of_one_request_do_not_end_the_others(every_engine, policy):
     push(every_engine, policy)
     requests = [Request(key, PROMPTS[1], Sampling(temperature=TEMPERATURE, max_tokens=40)) for key in range(8)]

@@ -5,8 +5,10 @@ neighboring ranks form one engine. All of them sample all responses together.
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -112,8 +114,8 @@ class Engine(base.Engine):
         self.core = self.llm.llm_engine.engine_core
         self.scheduler = self.core.engine_core.scheduler
         # `count` is how many requests were handed to vLLM so far, and `steps` how many steps were made since the last
-        # of them.
-        self.count, self.steps, self.has_started = 0, 0, False
+        # of them. Parameters are made and checked once for requests that differ in length and seed only.
+        self.count, self.steps, self.has_started, self.params = 0, 0, False, functools.cache(_params)
         if self.routing is None:  # otherwise vLLM's own scheduler must see every token, to collect its experts
             if vllm.__version__.startswith(TESTED):
                 take_shortcuts(self.scheduler, self.in_flight)
@@ -127,11 +129,12 @@ class Engine(base.Engine):
         if self.in_flight and self.steps % TAKE_EVERY and not at_once:
             return
         every, self.new = [x for new in self.of_group(self.new) for x in new], []
-        tasks = self.llm.llm_engine.get_supported_tasks()
+        make, tasks = self.llm.llm_engine.input_processor.process_inputs, self.llm.llm_engine.get_supported_tasks()
         for x in every:  # past vLLM's own output loop, since we read tokens from its core
             self.count, self.steps = self.count + 1, 0
-            prompt, params = self.prompts.of(x.request.prompt_ids), _params(x.request.sampling, x.request.seed)
-            request = self.llm.llm_engine.input_processor.process_inputs(str(self.count), prompt, params, tasks)
+            params = self.params(replace(x.request.sampling, max_tokens=1)).clone()
+            params.max_tokens, params.seed = x.request.sampling.max_tokens, x.request.seed
+            request = make(str(self.count), self.prompts.of(x.request.prompt_ids), params, tasks)
             self.prompts.check(x.request.prompt_ids, request.prompt_token_ids)
             self.core.add_request(request)
             self.in_flight[request.request_id] = x
@@ -259,12 +262,12 @@ def graph_sizes(most: int) -> list[int]:
     return [*(x for x in sizes if x < most), most]
 
 
-def _params(sampling: Sampling, seed: int | None) -> Any:
-    """vLLM's SamplingParams, which have our names. vLLM makes a shallow copy of them for each request. A deep one would
-    take longer than all else that is done with a request.
+def _params(sampling: Sampling) -> Any:
+    """vLLM's SamplingParams, which have our names. A clone of them is a shallow copy. A deep one would take longer than
+    all else that is done with a request.
     """
     from vllm import SamplingParams
 
-    ours = vars(sampling) | {"n": 1, "seed": seed, "stop_token_ids": list(sampling.stop_token_ids)}
+    ours = vars(sampling) | {"n": 1, "stop_token_ids": list(sampling.stop_token_ids)}
     # logprobs=0 asks for that of the sampled token only
     return SamplingParams(**ours, logprobs=0, detokenize=False, skip_clone=True)

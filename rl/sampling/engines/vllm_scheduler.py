@@ -13,7 +13,8 @@ gets one token longer, and that is written down here. Two methods of a live sche
 """
 
 import math
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from rl.data.types import Completion
 
@@ -71,8 +72,9 @@ def take_shortcuts(scheduler: Any, in_flight: dict[str, Completion]) -> None:
         return scheduled
 
     def update_others(scheduled: Any, output: Any) -> Any:
-        if output.logprobs is not None:  # (sequences, 1), of the sampled tokens
-            output.logprobs = _Logprobs(output.logprobs.logprobs[:, 0].tolist())
+        # Numbers instead of vLLM's LogprobsLists, which makes three arrays for every token. All requests ask for them.
+        logprobs: list[float] = [] if output.logprobs is None else output.logprobs.logprobs[:, 0].tolist()
+        output.logprobs = output.logprobs and SimpleNamespace(slice_request=lambda sequence, _: logprobs[sequence])
         others = {}
         for name, count in scheduled.num_scheduled_tokens.items():
             others[name] = count
@@ -90,20 +92,9 @@ def take_shortcuts(scheduler: Any, in_flight: dict[str, Completion]) -> None:
                 request.num_in_flight_tokens -= 1
                 request.num_output_placeholders -= ahead
                 known.token_ids.append(token_id)
-                # pyrefly: ignore[missing-attribute]  # every request asks for log-probs
-                known.logprobs.append(output.logprobs.of_sampled[index])
+                known.logprobs.append(logprobs[index])
                 del others[name]
         scheduled.num_scheduled_tokens = others
         return update_from_output(scheduled, output)
 
     scheduler.schedule, scheduler.update_from_output = schedule_others, update_others
-
-
-class _Logprobs(NamedTuple):
-    """In place of vLLM's LogprobsLists, which makes three arrays for every token. Here `new_logprobs` is the number."""
-
-    of_sampled: list[float]
-
-    def slice_request(self, sequence: int, num_tokens: int) -> float:
-        """The log-prob of the one token that a sequence has got in this step."""
-        return self.of_sampled[sequence]
