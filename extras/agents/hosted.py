@@ -23,7 +23,7 @@ import select
 import selectors
 import signal
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from extras.agents import EnvironmentFlags
 from extras.agents.conversations import Conversations
 from extras.systems import die_with_parent, need_linux
-from rl.data.types import Outcome
+from rl.data.types import Completion, Outcome
 from rl.sampling.loop import Trajectory
 
 CHECK_S = 0.25  # how often the time limit of environments is looked at while nothing is sent
@@ -126,6 +126,10 @@ class HostedConversations:
         if outcome is not None:
             self.outcomes[x] = outcome
         return [(x, ids)]
+
+    def enough(self, completions: Iterable[Completion]) -> tuple[()]:
+        """See `rl.sampling.loop.Partner`. All turns are sampled to their end."""
+        return ()
 
     def set_aside(self) -> bool:
         """See `rl.sampling.loop.Partner`. Whoever waits for an answer gets it without anything being sampled."""

@@ -67,6 +67,7 @@ class Engine(base.Engine):
     @torch.no_grad()
     def step(self) -> list[Completion]:
         """See `base.Engine`."""
+        self._forget([i for i, x in self.in_flight.items() if x.is_cut])
         if self.is_idle:
             return []
         if not self.in_flight:

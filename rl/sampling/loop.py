@@ -13,7 +13,7 @@ the engine samples the other responses. What it answers is appended with mask 0,
     mask       =   1    +   0    +   1    + ...             log-probs of answers are 0
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -115,6 +115,9 @@ class Partner(Protocol):
         goes on. If not, that was its last turn.
         """
 
+    def enough(self, completions: Iterable[Completion]) -> Collection[Key]:
+        """The keys of those that need not be sampled any further. `after` gets them as they are."""
+
     def answers(self, wait_s: float) -> list[tuple[Trajectory, list[int] | None]]:
         """The responses that go on or end now, each with the ids that are appended, or with None if it has ended. Waits
         for the first of them for this many seconds at most.
@@ -188,9 +191,12 @@ class Loop:
     def step(self) -> list[tuple[Hashable, list[Sample]]]:
         """Sample about one more token of each response. Returns the groups that are complete now."""
         done = []
-        for completion in self.engine.step():
+        completions = self.engine.step()
+        if self.partner is not None and (keys := self.partner.enough(self.engine.own_requests)):
+            completions += self.engine.cut(keys)
+        for completion in completions:
             if (x := self.trajectories.get(completion.request.key)) is None or x.key in self.waiting:
-                name, j = completion.request.key
+                name, j, *_ = completion.request.key
                 raise RuntimeError(f"the engine returned response {j} to prompt {name} again, or was not asked for it")
             x.take(completion, self.engine.policy_version)
             x.turns += 1

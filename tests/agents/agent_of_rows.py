@@ -187,6 +187,14 @@ def background():
     os._exit(0)
 
 
+def leave():
+    ask([user("9")])
+    kept = request(json.dumps({"messages": Q, "max_tokens": 200}))
+    time.sleep(0.05)
+    report()
+    kept.close()
+
+
 def loop():
     while (answer := post({"messages": Q, "max_tokens": 1}))["status"] == 200:
         pass

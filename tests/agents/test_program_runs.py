@@ -9,6 +9,8 @@ import sys
 import helpers_scripts as h
 import launch
 import pytest
+from helpers_engines import the_only_shared_engine
+from helpers_samplers import with_two_heads
 from test_environment_runs import same_run
 
 import eval as evaluation
@@ -256,6 +258,21 @@ def test_two_ranks_learn_from_agents(task, tmp_path):
     assert codes == [0, 0], (tmp_path / "log").read_text()
     for line in h.read_jsonl(tmp_path / "run" / "metrics.jsonl"):
         assert line["environment/rows"] > 1 and line["rollout/logprob_gap_max"] < 1e-4
+
+
+@pytest.mark.thorough
+def test_ranks_that_share_an_engine_learn_from_agents(task, tmp_path):
+    """Each of them cuts its own requests, when a text ends an answer."""
+    model = with_two_heads(task, tmp_path / "model")
+    settings = settings_of(task, tmp_path, model=model, engine="vllm", tensor_model_parallel_size=2)
+    stops = AGENT.replace('"max_tokens": 8', '"max_tokens": 24, "stop": list("0123456789")')
+    (tmp_path / "agent.py").write_text(stops)
+    with the_only_shared_engine():
+        codes = launch.fork("train_grpo", settings, tmp_path / "log", ranks=2).ends()
+    assert codes == [0, 0], (tmp_path / "log").read_text()
+    for line in h.read_jsonl(tmp_path / "run" / "metrics.jsonl"):
+        assert line["environment/rows"] > 1 and line["rollout/logprob_gap_max"] < 1e-4
+        assert line["response_length/mean"] / line["environment/calls"] < 12
 
 
 def kill_in_generation():

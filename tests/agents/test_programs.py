@@ -17,6 +17,7 @@ from helpers_engines import TEMPERATURE, logits_of, plain, push
 from transformers import AutoTokenizer
 
 from extras.agents import EnvironmentFlags, check_rows, open_partner
+from extras.agents.programs import server
 from extras.agents.programs.history import Tree, cleaned
 from extras.partial.in_flight import InFlight
 from extras.partial.rows import begun_in_step
@@ -153,6 +154,63 @@ def test_a_text_that_ends_an_answer_ends_the_row_there(go, policy, tokenizer):
     assert tokenizer.decode(ids[end:]).startswith("<|im_end|>\n<|im_start|>user\n2<|im_end|>\n")
     assert ids[: start + 4] == whole.rows[0].response_ids.tolist()[: start + 4]
     check_parity(policy, samples)
+
+
+@pytest.fixture
+def sampled(monkeypatch):
+    """How many tokens the engine has given for each request of an agent, and why it ended."""
+    found, take = [], Trajectory.take
+
+    def noting(x, completion, version):
+        found.append((len(completion.token_ids), completion.finish_reason))
+        take(x, completion, version)
+
+    monkeypatch.setattr(Trajectory, "take", noting)
+    return found
+
+
+ENDLESS = Sampling(temperature=TEMPERATURE, max_tokens=ROOM)  # few answers end before the limit of their request
+
+
+@pytest.mark.parametrize("kind", h.some(["hf", "vllm"], "hf"))
+def test_an_answer_is_sampled_until_it_has_a_text_that_ends_it(
+    kind, policy, agents, notes, tokenizer, sampled, request
+):
+    engine = request.getfixturevalue(f"{kind}_engine")
+    push(engine, policy)
+
+    def go(stop, seed):
+        notes.write_text("")
+        sampled.clear()
+        [sample] = sample_groups(engine, rows_of(tokenizer, about | {"stop": stop}), ENDLESS, partner=agents, seed=seed)
+        return sample, json.loads(notes.read_text())
+
+    about = {"does": "stop"}
+    seed, noted = next((seed, noted) for seed in range(50) if len((noted := go("yyyy", seed)[1])["text"]) > 12)
+    text = noted["text"]
+    pairs = ((i, text[i : i + 2]) for i in range(2, 9))
+    ends = set(tokenizer.decode([i]) for i in STOPS)  # which the partner takes for the end of a turn
+    i, stop = next((i, x) for i, x in pairs if text.find(x) == i and x[1] not in ends)
+    sample, noted = go(stop, seed)
+    (size, reason), _ = sampled  # of the answer with the text, and of the one after it
+    needed = sample.outcome.facts["lengths"][0]
+    assert reason == "abort" and needed <= size < needed + 4
+    assert noted["reason"] == "stop" and noted["text"] == text[:i] and facts(sample) == ("stop", 2, 1, 0)
+    assert not agents.stopping and engine.is_idle
+    check_parity(policy, [sample])
+
+
+@pytest.mark.parametrize("does", ["leave", "drop"])
+def test_requests_of_agents_that_have_ended_or_left_are_cut(
+    does, hf_engine, policy, agents, tokenizer, notes, sampled, monkeypatch
+):
+    monkeypatch.setattr(server, "RETRY_SECONDS", 0.05)
+    push(hf_engine, policy)
+    [sample] = sample_groups(hf_engine, rows_of(tokenizer, does), ENDLESS, partner=agents, seed=1)
+    cut = [size for size, reason in sampled if reason == "abort"]
+    assert cut and max(cut) < 200 and facts(sample)[:2] == ("stop", 1)
+    assert sample.outcome.facts["numbers"]["dropped"] == (32 if does == "drop" else 1)
+    assert not agents.unwanted and hf_engine.is_idle
 
 
 def test_a_fault_costs_its_own_response(go, policy, notes):

@@ -223,6 +223,42 @@ def test_abort_of_all_leaves_nothing(every_engine, policy):
     assert every_engine.abort() == []
 
 
+def test_a_cut_request_gives_what_it_has_and_the_others_go_on(every_engine, policy):
+    push(every_engine, policy)
+    whole = by_key(run(every_engine, SIX))
+    done = run(every_engine, SIX, steps=3)
+    lasting = [key for key in "abcdef" if len(whole[key].token_ids) == 12]
+    every_engine.add([Request("new", PROMPTS[0], WARM)])
+    found = by_key(every_engine.cut([lasting[0], "new", "nobody"]))
+    assert found.keys() == {lasting[0], "new"} and found["new"].token_ids == []
+    cut = found[lasting[0]]
+    assert cut.finish_reason == "abort" and cut.token_ids == whole[lasting[0]].token_ids[:3]
+    assert every_engine.cut([lasting[0]]) == [] and not any(x is cut for x in every_engine.own_requests)
+    assert len(cut.logprobs) == 3
+    every_engine.add([Request(lasting[0], PROMPTS[2], WARM, seed=5)])  # its key is free at once
+    rest = by_key(done + run(every_engine, seed=1))
+    assert sorted(rest) == [*"abcdef"] and len(lasting) >= 2
+    again = by_key(run(every_engine, [Request(lasting[0], PROMPTS[2], WARM, seed=5)]))
+    assert rest[lasting[0]].token_ids == again[lasting[0]].token_ids
+    for request in SIX:
+        if request.key != lasting[0]:
+            assert_scored(policy, request, rest[request.key])
+    assert not every_engine.has_requests()
+
+
+def test_an_engine_stops_sampling_what_was_cut(every_engine, policy):
+    """Nothing else is in flight, and the request would go on for 300 tokens."""
+    push(every_engine, policy)
+    [request] = [Request("long", PROMPTS[1], Sampling(max_tokens=300), seed=i) for i in (3,)]
+    run(every_engine, [request], steps=4)
+    [completion] = every_engine.cut(["long"])
+    count = 0
+    while every_engine.has_requests():
+        assert every_engine.step() == []
+        count += 1
+    assert count < 20 and len(completion.token_ids) < 24
+
+
 # --- what ends a response
 
 

@@ -155,7 +155,7 @@ class Tree:
             ids, reason = ids[:size], "stop"
         call.end, call.num_sampled = len(row.ids), len(ids)
         body = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
-        text = self.tokenizer.decode(body, skip_special_tokens=True)
+        text = self.text_of(body)
         call.has_thought = "</think>" in text
         for x in stop:
             text = text.partition(x)[0]
@@ -176,10 +176,13 @@ class Tree:
 
     def _until(self, ids: list[int], stop: Sequence[str]) -> int | None:
         """How many tokens there are until one of the texts is complete, or None if none of them is there."""
-        if not any(x in self.tokenizer.decode(ids) for x in stop):
+        if not any(x in self.text_of(ids) for x in stop):
             return None
-        sizes = range(1, len(ids) + 1)
-        return next(n for n in sizes if any(x in self.tokenizer.decode(ids[:n]) for x in stop))
+        return next(n for n in range(1, len(ids) + 1) if any(x in self.text_of(ids[:n]) for x in stop))
+
+    def text_of(self, ids: list[int]) -> str:
+        """What an agent sees of tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def chat(self, tools: list[dict]) -> Chat:
         """What reads calls of these tools. Raises Refused if the chat template does not know tools."""

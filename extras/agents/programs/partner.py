@@ -10,7 +10,7 @@ import queue
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,16 +22,17 @@ from extras.agents.chat import Chat
 from extras.agents.outcome import make_outcome
 from extras.agents.programs.history import AgentRow, Call, Tree
 from extras.agents.programs.requests import Refused, answer_to, max_tokens_of, stops, tools_of
-from extras.agents.programs.server import Asked, Ended, Server
+from extras.agents.programs.server import Asked, Ended, Left, Server
 from rl.console import say
 from rl.data.encode import prompt_text
 from rl.data.order import derive_seed
 from rl.data.rows import Row, named
 from rl.data.template import FAULTS
-from rl.data.types import Outcome, Sample, unknown
-from rl.sampling.loop import Trajectory
+from rl.data.types import Completion, Outcome, Sample, unknown
+from rl.sampling.loop import Key, Trajectory
 from rl.scoring.worker import as_number
 
+LOOK_EVERY = 4  # tokens of an answer that a text may end
 MOST_FAILED = 256  # agents one after the other that may fail before the run ends
 # What frameworks send by default. It is the run's, or it would change what is sampled.
 OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed")
@@ -77,9 +78,12 @@ class Agents:
         self.inbox = self.server.inbox
         self.open: dict[Trajectory, Agent] = {}
         self.aside: dict[Trajectory, Agent] = {}  # those of a loop that pauses
-        self.later: list[Asked | Ended] = []  # what came from them meanwhile
+        self.later: list[Asked | Left | Ended] = []  # what came from them meanwhile
         self.said: set[str] = set()  # what was said once
         self.failed = 0  # agents in a row that have failed
+        self.unwanted: set[Key] = set()  # of rows whose agent has ended, or reads no answer
+        self.stopping: dict[Key, AgentRow] = {}  # whose answers end with texts
+        self.keys_aside: tuple[set[Key], dict[Key, AgentRow]] = set(), {}  # those two of a loop that pauses
         atexit.register(self.close)
 
     def prompt_text(self, tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
@@ -96,10 +100,12 @@ class Agents:
 
     def after(self, x: Trajectory) -> bool:
         """Take notice of what a row has sampled. When all that a request asks for is there, the agent gets it."""
+        self.unwanted.discard(x.key)
+        self.stopping.pop(x.key, None)
         if (agent := self.open.get(x.response)) is None or (ask := agent.asks.pop(x.tip, None)) is None:
             return True  # the agent has ended meanwhile
         call = x.tip
-        ask.choices[call] = agent.tree.read(call, ask.tools, ask.stop)
+        ask.choices[call] = None if ask.asked.answer.is_gone else agent.tree.read(call, ask.tools, ask.stop)
         if len(ask.choices) < len(ask.calls):
             return True
         if ask.asked.answer.is_gone:
@@ -115,6 +121,24 @@ class Agents:
         ask.asked.answer.put(answer_to(ask.asked.body, choices, ask.calls[0].start, texts))
         return True
 
+    def enough(self, completions: Iterable[Completion]) -> list[Key]:
+        """See `rl.sampling.loop.Partner`. An answer is complete with a text that ends it, of which engines do not know,
+        and needless if nobody waits for it.
+        """
+        if not (self.unwanted or self.stopping):
+            return []
+        return [x.request.key for x in completions if x.request.key in self.unwanted or self._is_complete(x)]
+
+    def _is_complete(self, x: Completion) -> bool:
+        """Whether an answer has a text that ends it. To look is not worth while after every token."""
+        row = self.stopping.get(x.request.key)
+        if row is None or len(x.token_ids) % LOOK_EVERY:
+            return False
+        agent = self.open[row.response]
+        stop, text_of, ids = agent.asks[row.tip].stop, agent.tree.text_of, [*row.ids[row.tip.start :], *x.token_ids]
+        tail = ids[-LOOK_EVERY - max(len(text.encode()) for text in stop) :]  # a token has a byte or more
+        return any(text in text_of(tail) and text in text_of(ids) for text in stop)
+
     def answers(self, wait_s: float) -> list[tuple[Trajectory, list[int] | None]]:
         """The rows for which agents have asked, and the responses whose agents have ended."""
         answers: list[tuple[Trajectory, list[int] | None]] = []
@@ -124,6 +148,8 @@ class Agents:
             elif (agent := self.open.get(event.key)) is None:
                 if isinstance(event, Asked):
                     event.answer.put(Refused("this response is over", status=410))
+            elif isinstance(event, Left):
+                self.unwanted.update(call.row.key for call, ask in agent.asks.items() if ask.asked is event.asked)
             elif isinstance(event, Ended):
                 self._ended(event.key, agent, event)
                 answers.append((event.key, None))
@@ -138,7 +164,7 @@ class Agents:
                     event.answer.put(Refused(f"this request cannot be read: {error!r:.300}"))
         return answers
 
-    def _events(self, wait_s: float) -> Iterator[Asked | Ended]:
+    def _events(self, wait_s: float) -> Iterator[Asked | Left | Ended]:
         try:
             yield self.inbox.get(timeout=wait_s) if wait_s else self.inbox.get_nowait()
             while True:
@@ -149,12 +175,14 @@ class Agents:
     def set_aside(self) -> bool:
         """See `rl.sampling.loop.Partner`. Agents live on, and what they ask waits. They leave others their places."""
         self.aside, self.open = {**self.aside, **self.open}, {}
+        self.keys_aside, self.unwanted, self.stopping = (self.unwanted, self.stopping), set(), {}
         self.server.set_aside()
         return True
 
     def take_up(self) -> None:
         """See `rl.sampling.loop.Partner`."""
         self.open, self.aside = {**self.aside, **self.open}, {}
+        (self.unwanted, self.stopping), self.keys_aside = self.keys_aside, (set(), {})
         for event in self.later:
             self.inbox.put(event)
         self.later = []
@@ -184,6 +212,8 @@ class Agents:
             ask.calls.append(call)
             agent.asks[call] = ask
             row, size = call.row, call.start
+            if ask.stop:
+                self.stopping[row.key] = row
             row.sampling = replace(x.sampling, n=1, max_tokens=min(size + max_tokens_of(body), longest))
             prompt = np.array([*row.ids, *ids], np.int32)
             which = zlib.crc32(prompt.tobytes())
@@ -210,6 +240,7 @@ class Agents:
     def _ended(self, x: Trajectory, agent: Agent, event: Ended) -> None:
         """Make the rows and the outcome of a response whose agent has ended."""
         tree, problem, report = agent.tree, event.problem, event.report
+        self.unwanted.update(call.row.key for call in agent.asks)
         for ask in {id(ask): ask for ask in agent.asks.values()}.values():
             agent.numbers["dropped"] += len(ask.calls)
             for call in ask.choices:  # others of this request are still sampled
@@ -260,6 +291,8 @@ class Agents:
 
     def end(self, x: Trajectory) -> Outcome:
         """Forget a response. If its agent lives, it is killed."""
+        self.unwanted.discard(x.key)
+        self.stopping.pop(x.key, None)
         agent = self.open.pop(x, None)
         if agent is not None and agent.outcome is not None:
             return agent.outcome

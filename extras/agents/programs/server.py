@@ -43,6 +43,13 @@ class Asked(NamedTuple):
     answer: "Answer"
 
 
+class Left(NamedTuple):
+    """An agent no longer waits for the answer to what it has asked."""
+
+    key: Hashable
+    asked: Asked
+
+
 class Ended(NamedTuple):
     """An agent has ended."""
 
@@ -93,7 +100,7 @@ class Server:
 
     def __init__(self, command: str, timeout: float, at_once: int):
         self.command, self.timeout, self.at_once = command, timeout, at_once
-        self.inbox: queue.SimpleQueue[Asked | Ended] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Asked | Left | Ended] = queue.SimpleQueue()
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.starter = children.start_worker("extras.agents.programs.starter.main", theirs)
         self.loop = asyncio.new_event_loop()
@@ -314,7 +321,9 @@ class Server:
         answer.num_listeners -= 1
 
         def give_up() -> None:
-            answer.is_gone = answer.is_gone or not (answer.num_listeners or answer.is_delivered)
+            if not (answer.is_gone or answer.num_listeners or answer.is_delivered):
+                answer.is_gone = True
+                self.inbox.put(Left(asked.key, asked))
 
         if not answer.is_delivered:
             self.loop.call_later(RETRY_SECONDS, give_up)

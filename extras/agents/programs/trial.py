@@ -6,7 +6,7 @@ from typing import Any
 from extras.agents import EnvironmentFlags
 from extras.agents.programs.history import Choice
 from extras.agents.programs.requests import answer_to
-from extras.agents.programs.server import Asked, Server
+from extras.agents.programs.server import Ended, Left, Server
 from rl.console import say
 
 TEXT = "This is a trial."
@@ -21,7 +21,9 @@ def try_agent(flags: EnvironmentFlags, row: dict[str, Any]) -> None:
     server, key, num_calls = Server(str(flags.agent), timeout, 1), object(), 0
     try:
         server.start(key, {name: x for name, x in row.items() if name not in ("prompt_ids", "given")}, 0)
-        while isinstance(event := server.inbox.get(), Asked):
+        while not isinstance(event := server.inbox.get(), Ended):
+            if isinstance(event, Left):
+                continue
             num_calls += 1
             if num_calls > MOST_CALLS:
                 return

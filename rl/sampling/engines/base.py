@@ -10,7 +10,8 @@
 `Loop` in rl/sampling/loop.py has this loop once, for groups of responses.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,23 @@ class Engine:
         """Stop sampling all requests. Returns what those of this rank have so far, with the reason "abort"."""
         raise NotImplementedError
 
+    @property
+    def own_requests(self) -> Iterator[Completion]:
+        """What the requests of this rank have so far that are not complete."""
+        return (x for x in chain(self.new, self.in_flight.values()) if x.rank == self.rank and not x.is_cut)
+
+    def cut(self, keys: Collection[Any]) -> list[Completion]:
+        """Stop sampling the requests of this rank that have these keys. Returns what they have so far, with the reason
+        "abort". Unlike `abort`, a rank may do that alone: ranks that share the engine hear of it later, and what is
+        sampled until then is dropped.
+        """
+        keys = set(keys)
+        ended = [x for x in self.own_requests if x.request.key in keys]
+        for x in ended:
+            x.is_cut = True
+        self.new = [x for x in self.new if not x.is_cut]
+        return ended
+
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load (name, whole tensor) pairs with Hugging Face names, lazily. All ranks must enter. No request may be in
         flight, see `Loop.interrupt`. Raises RuntimeError naming weights that no pushed tensor reached.
@@ -93,6 +111,6 @@ class Engine:
         """Shut down, once every rank is done."""
 
     def _forget(self, names: Iterable[Any]) -> list[Completion]:
-        """Forget requests in flight, by their names. Returns the completions of this rank."""
+        """Forget requests in flight, by their names. Returns the completions of this rank that were not cut."""
         ended = [self.in_flight.pop(name) for name in names]
-        return [x for x in ended if x.rank == self.rank]
+        return [x for x in ended if x.rank == self.rank and not x.is_cut]

@@ -123,12 +123,18 @@ class Engine(base.Engine):
                 say(f"vLLM {vllm.__version__} was not tested with our shortcuts: generation takes about a third longer")
 
     def _take_new(self, *, at_once: bool = False) -> None:
-        """Hand new requests to vLLM. Ranks that share this engine hand over each other's too, so all of them hand over
-        the same ones in the same order. That is done every TAKE_EVERY steps, or if nothing is being sampled.
+        """Hand new requests to vLLM, and let it drop those that were cut. Ranks that share this engine hand over each
+        other's too, so all of them hand over the same ones in the same order. That is done every TAKE_EVERY steps, or
+        if nothing is being sampled.
         """
         if self.in_flight and self.steps % TAKE_EVERY and not at_once:
             return
-        every, self.new = [x for new in self.of_group(self.new) for x in new], []
+        cut = [name for name, x in self.in_flight.items() if x.is_cut]
+        of_ranks, self.new = self.of_group((self.new, cut)), []
+        every, cut = ([x for part in parts for x in part] for parts in zip(*of_ranks, strict=True))
+        if cut:
+            self.core.abort_requests(cut)
+            self._forget(cut)
         make, tasks = self.llm.llm_engine.input_processor.process_inputs, self.llm.llm_engine.get_supported_tasks()
         for x in every:  # past vLLM's own output loop, since we read tokens from its core
             self.count, self.steps = self.count + 1, 0
