@@ -4,6 +4,10 @@ On a CPU all memory is the host's: this shows that what is moved comes back as i
 """
 
 import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import helpers_scripts as h
@@ -190,3 +194,27 @@ def test_registered_memory_is_free_again_with_the_last_tensor_in_it(monkeypatch)
     assert len(registered) == 1 and view.eq(7).all()
     del view
     assert not registered
+
+
+LARGE = """
+import re
+import train_grpo
+import torch
+at = (x := torch.ones(64 << 20, dtype=torch.uint8)).data_ptr()
+for part in re.split("^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read(), flags=re.M)[1:]:
+    begin, end = (int(y, 16) for y in part.split()[0].split("-"))
+    if begin <= at < end:
+        print("hg" in part.split("VmFlags:")[1].split())
+"""
+
+
+def test_large_tensors_of_the_host_are_asked_for_in_large_pages():
+    """The kernel notes it as "hg", also where it has none to give."""
+    assert printed(LARGE).split()[-1] == "True"
+    assert printed(LARGE, THP_MEM_ALLOC_ENABLE="0").split()[-1] == "False"
+
+
+def printed(code: str, **env: str) -> str:
+    words, root = [sys.executable, "-c", code], Path(__file__).resolve().parent.parent.parent
+    found = subprocess.run(words, cwd=root, env=os.environ | env, capture_output=True, text=True, check=True)
+    return found.stdout
