@@ -18,7 +18,7 @@ from extras.agents.outcome import make_outcome
 from rl.console import say
 from rl.data.template import FAULTS
 from rl.data.types import Outcome
-from rl.sampling.loop import Trajectory
+from rl.sampling.loop import Partner, Trajectory
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Conversation:
     turn_rewards: list[float] = field(default_factory=list)  # of the first turns, by the environment, if it gives any
 
 
-class Conversations:
+class Conversations(Partner):
     """The conversations of the responses that a rank has in flight.
 
     Raises ValueError if the user's file cannot be loaded, a tool server cannot be reached, or the chat template is not

@@ -23,7 +23,7 @@ import select
 import selectors
 import signal
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
@@ -33,13 +33,13 @@ from transformers import PreTrainedTokenizerBase
 from extras.agents import EnvironmentFlags
 from extras.agents.conversations import Conversations
 from extras.systems import die_with_parent, need_linux
-from rl.data.types import Completion, Outcome
-from rl.sampling.loop import Trajectory
+from rl.data.types import Outcome
+from rl.sampling.loop import Partner, Trajectory
 
 CHECK_S = 0.25  # how often the time limit of environments is looked at while nothing is sent
 
 
-class HostedConversations:
+class HostedConversations(Partner):
     """The partner of the policy, see `rl.sampling.loop.Partner`: `Conversations`, for which another process works.
 
     Args and errors are those of `Conversations`. Systems other than Linux raise ValueError too. What it has read and
@@ -126,17 +126,6 @@ class HostedConversations:
         if outcome is not None:
             self.outcomes[x] = outcome
         return [(x, ids)]
-
-    def enough(self, completions: Iterable[Completion]) -> tuple[()]:
-        """See `rl.sampling.loop.Partner`. All turns are sampled to their end."""
-        return ()
-
-    def set_aside(self) -> bool:
-        """See `rl.sampling.loop.Partner`. Whoever waits for an answer gets it without anything being sampled."""
-        return False
-
-    def take_up(self) -> None:
-        """See `rl.sampling.loop.Partner`."""
 
     def end(self, x: Trajectory) -> Outcome:
         """See `Conversations.end`. There is nothing to say of a response that is given up."""

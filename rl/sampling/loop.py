@@ -116,7 +116,10 @@ class Partner(Protocol):
         """
 
     def enough(self, completions: Iterable[Completion]) -> Collection[Key]:
-        """The keys of those that need not be sampled any further. `after` gets them as they are."""
+        """The keys of those that need not be sampled any further. `after` gets them as they are. By default there are
+        none.
+        """
+        return ()
 
     def answers(self, wait_s: float) -> list[tuple[Trajectory, list[int] | None]]:
         """The responses that go on or end now, each with the ids that are appended, or with None if it has ended. Waits
@@ -129,8 +132,9 @@ class Partner(Protocol):
 
     def set_aside(self) -> bool:
         """Keep all responses as they are until `take_up`, while another loop may use the partner. Returns whether that
-        can be done. If not, the loop waits for `answers` to all that the policy has said.
+        can be done. By default it cannot, and the loop waits for `answers` to all that the policy has said.
         """
+        return False
 
     def take_up(self) -> None:
         """Go on with the responses that were set aside, if there are any."""

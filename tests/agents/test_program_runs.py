@@ -233,12 +233,12 @@ def test_eval_py_scores_agents_as_the_run_itself(task, tmp_path):
     assert again["response_length/mean"] == found["val/response_length"] > 4
 
 
-@pytest.mark.parametrize("ranks", h.some([1, 2], 1))
-def test_agents_that_outlive_a_step_are_learned_from_once(ranks, task, tmp_path):
+@pytest.mark.parametrize(("ranks", "kind"), h.some_rows([(1, "hf"), (2, "hf"), (2, "vllm")], (1, "hf")))
+def test_agents_that_outlive_a_step_are_learned_from_once(ranks, kind, task, tmp_path):
     """The second run goes on from a checkpoint, where unfinished agents begin again."""
     for last in (2, 5):
         own = dict(partial_rollouts=0.75, rollout_is="token", total_training_steps=last, save_freq=1, test_freq=2)
-        settings = settings_of(task, tmp_path, agents_at_once=8, **own)
+        settings = settings_of(task, tmp_path, agents_at_once=8, engine=kind, **own)
         codes = launch.fork("train_grpo", settings, tmp_path / "log", ranks=ranks).ends()
         assert codes == [0] * ranks, (tmp_path / "log").read_text()
     lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -252,8 +252,9 @@ def test_agents_that_outlive_a_step_are_learned_from_once(ranks, task, tmp_path)
 
 
 @pytest.mark.thorough
-def test_two_ranks_learn_from_agents(task, tmp_path):
-    settings = settings_of(task, tmp_path, total_training_steps=2)
+@pytest.mark.parametrize("kind", ["hf", "vllm"])
+def test_two_ranks_learn_from_agents(kind, task, tmp_path):
+    settings = settings_of(task, tmp_path, total_training_steps=2, engine=kind)
     codes = launch.fork("train_grpo", settings, tmp_path / "log", ranks=2).ends()
     assert codes == [0, 0], (tmp_path / "log").read_text()
     for line in h.read_jsonl(tmp_path / "run" / "metrics.jsonl"):

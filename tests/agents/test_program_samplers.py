@@ -7,6 +7,7 @@ from helpers_samplers import Pools, seed_by_number
 from test_program_runs import settings_of
 
 from extras.samplers.protocol import TOKEN
+from rl.run import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +51,15 @@ def test_without_staleness_a_run_is_that_of_train_grpo(kind, pools, task, tmp_pa
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["hf", "vllm"])
 def test_agents_go_on_with_new_weights_while_two_ranks_train(kind, pools, task, tmp_path):
+    """The second run goes on from a checkpoint, with groups in it that were ready."""
     changes = changes_of(task, tmp_path, kind)
-    run = pools.run(ranks=2, max_staleness=2, total_training_steps=6, **changes)
-    samplers = [pools.sampler(), pools.sampler()]
-    assert run.ends() == [0, 0], run.log.read_text()
-    assert [x.ends() for x in samplers] == [[0], [0]]
+    for last in (3, 6):
+        run = pools.run(ranks=2, max_staleness=2, total_training_steps=last, save_freq=1, **changes)
+        samplers = [pools.sampler(), pools.sampler()]
+        assert run.ends() == [0, 0], run.log.read_text()
+        assert [x.ends() for x in samplers] == [[0], [0]]
+    states = [checkpoint.load_states(tmp_path / "run" / f"global_step_{step}")[0] for step in (1, 2, 3, 4, 5)]
+    assert any(sample["rows"] for state in states for _, samples in state["groups"] for sample in samples)
     lines = [line for line in pools.lines() if "environment/rows" in line]
     for line in lines:
         assert line["environment/rows"] > 1 and line.get("rollout/logprob_gap_max", 0) < 1e-4

@@ -29,7 +29,7 @@ from rl.data.order import derive_seed
 from rl.data.rows import Row, named
 from rl.data.template import FAULTS
 from rl.data.types import Completion, Outcome, Sample, unknown
-from rl.sampling.loop import Key, Trajectory
+from rl.sampling.loop import Key, Partner, Trajectory
 from rl.scoring.worker import as_number
 
 LOOK_EVERY = 4  # tokens of an answer that a text may end
@@ -63,7 +63,7 @@ class Agent:
     outcome: Outcome | None = None
 
 
-class Agents:
+class Agents(Partner):
     """The agents of the responses that a rank has in flight.
 
     Raises ValueError on a system other than Linux, beside --environment or --tools, or without a chat template.
