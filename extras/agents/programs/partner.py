@@ -165,8 +165,12 @@ class Agents(Partner):
         return answers
 
     def _events(self, wait_s: float) -> Iterator[Asked | Left | Ended]:
+        ready: list[Asked | Left | Ended] = []
+        if not self.aside:
+            ready, self.later = self.later, []
+        yield from ready
         try:
-            yield self.inbox.get(timeout=wait_s) if wait_s else self.inbox.get_nowait()
+            yield self.inbox.get(timeout=wait_s) if wait_s and not ready else self.inbox.get_nowait()
             while True:
                 yield self.inbox.get_nowait()
         except queue.Empty:
@@ -183,9 +187,6 @@ class Agents(Partner):
         """See `rl.sampling.loop.Partner`."""
         self.open, self.aside = {**self.aside, **self.open}, {}
         (self.unwanted, self.stopping), self.keys_aside = self.keys_aside, (set(), {})
-        for event in self.later:
-            self.inbox.put(event)
-        self.later = []
         self.server.take_up()
 
     def _ask(self, x: Trajectory, agent: Agent, asked: Asked) -> list[tuple[Trajectory, list[int]]]:
