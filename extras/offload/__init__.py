@@ -4,15 +4,10 @@
 `onload`. The machine is in host.py.
 """
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from rl.flags import Free, Switch
-
-# torch gets host memory for large tensors in pages of 2 MiB. With --param-offload, FSDP2 copies the gradients of every
-# micro-batch into fresh memory, and in pages of 4 KiB the kernel hands that out more slowly than the GPU sends it.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 NO_OFFLOAD = {"optimizer_offload": False, "param_offload": False}  # "auto" where nobody has computed what fits
 

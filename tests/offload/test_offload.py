@@ -200,6 +200,8 @@ LARGE = """
 import re
 import train_grpo
 import torch
+from rl.ranks import init_ranks
+init_ranks()
 at = (x := torch.ones(64 << 20, dtype=torch.uint8)).data_ptr()
 for part in re.split("^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read(), flags=re.M)[1:]:
     begin, end = (int(y, 16) for y in part.split()[0].split("-"))
