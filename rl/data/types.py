@@ -68,9 +68,9 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)  # with the stop token
     logprobs: list[float] = field(default_factory=list)  # one for each of them
     finish_reason: str = "abort"  # or "stop" or "length", once it is complete
-    is_cut: bool = False  # nobody waits for it any more, see `Engine.cut`
     # Columns in parts, one after the other. A column may end before the last token.
     columns: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    is_cut: bool = False  # nobody waits for it any more, see `Engine.cut`
 
 
 class Outcome(NamedTuple):
