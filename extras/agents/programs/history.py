@@ -89,7 +89,7 @@ class Tree:
         """
         said = [as_message(x) for x in messages]
         marks, key = tuple(map(mark_of, said)), json.dumps(tools, sort_keys=True)
-        for k in range(len(said) - 1, 0, -1):
+        for k in sorted({len(x) for _, x in self.complete if len(x) < len(said)}, reverse=True):
             parent = self.complete.get((key, marks[:k]))
             if parent is not None and (told := self._behind(parent, said, tools)) is not None:
                 last_id = parent.row.ids[parent.end - 1]

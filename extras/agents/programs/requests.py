@@ -1,6 +1,7 @@
 """What a request of an agent may say, what is refused, and how an answer is written."""
 
 import json
+import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,8 @@ DISTRIBUTION = (
     *("top_logprobs", "guided_json", "guided_regex", "structured_outputs", "functions", "function_call"),
 )
 MOST_CHOICES, MOST_TOKENS = 64, 1 << 30
+MOST_LEVELS = 64  # of lists and objects in each other. Python's own functions fail at some hundreds.
+LONE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON writes half of a character, and each half of some
 
 
 class Refused(ValueError):
@@ -26,6 +29,23 @@ class Refused(ValueError):
     def body(self) -> dict:
         """The answer."""
         return {"error": {"message": str(self), "type": "invalid_request_error", "code": self.code}}
+
+
+def body_of(raw: bytes) -> Any:
+    """What the JSON of a request says. Raises Refused for what could not be written as a text again."""
+    try:
+        text = raw.decode()
+        body = json.loads(text)
+        if LONE.search(text):
+            json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"this is not JSON in UTF-8: {error!s:.200}") from error
+    level = [[body]]
+    for _ in range(MOST_LEVELS + 1):
+        values = (x for value in level for x in (value.values() if isinstance(value, dict) else value))
+        if not (level := [x for x in values if isinstance(x, (dict, list))]):
+            return body
+    raise Refused(f"a request has at most {MOST_LEVELS} levels of lists and objects")
 
 
 def check(body: Any) -> dict:

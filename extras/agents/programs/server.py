@@ -6,6 +6,7 @@ ended, waits in `Server.inbox` until the rank's thread takes it.
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,9 +24,10 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from extras.agents.plain import plain
-from extras.agents.programs.requests import MODEL, Refused, check, pieces_of
+from extras.agents.programs.requests import MODEL, Refused, body_of, check, pieces_of
 from extras.agents.programs.starter import MAX_MESSAGE
 from rl import children
 
@@ -153,8 +155,10 @@ class Server:
             Route("/v1/chat/completions", self._completions, methods=["POST"]),
             Route("/v1/models", self._models),
         ]
+        app = Starlette(routes=routes)
+        app.router.redirect_slashes = False  # clients do not follow redirects of what they post
         settings = dict(log_level="error", access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_SECONDS)
-        self.uvicorn = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), **settings))
+        self.uvicorn = uvicorn.Server(uvicorn.Config(app, ws="none", **settings))
         self.uvicorn.capture_signals = contextlib.nullcontext  # signals are the run's
         self.thread = threading.Thread(target=self._run, args=(endpoint,), daemon=True)
         self.thread.start()
@@ -268,35 +272,37 @@ class Server:
         try:
             self._agent(request)
         except Refused as error:
-            return JSONResponse(error.body, error.status)
+            return Answered(error.body, error.status)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "glassrl"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return Answered({"object": "list", "data": [model]})
 
     async def _completions(self, request: Request) -> Response:
         try:
             agent = self._agent(request)
-            raw = await _body_of(request)
-            body = check(json.loads(raw))
+            raw = await _received(request)
+            body = check(body_of(raw))
         except Refused as error:
-            return JSONResponse(error.body, error.status)
-        except (ValueError, RecursionError) as error:
-            return JSONResponse(Refused(f"this is not JSON: {error!s:.200}").body, 400)
+            return Answered(error.body, error.status)
         except ClientDisconnect:
             return Response(status_code=CLOSED)
         asked = self._asked(agent, raw, body, request.headers.get("x-stainless-retry-count", "0"))
         agent.num_open += 1
         asked.answer.num_listeners += 1
         gone = self.loop.create_task(_disconnected(request))
-        if body.get("stream"):
-            return StreamingResponse(self._events(agent, asked, gone), media_type="text/event-stream")
+        future, leave = asked.answer.future, functools.partial(self._leave, agent, asked, gone)
         try:
-            await asyncio.wait([asked.answer.future, gone], return_when=asyncio.FIRST_COMPLETED)
+            # A refusal has a status of its own, also if a stream is asked for.
+            patience = WAITING_SECONDS if body.get("stream") else None
+            await asyncio.wait([future, gone], timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if body.get("stream") and not gone.done() and not (future.done() and isinstance(future.result(), Refused)):
+                response, leave = Stream(self._events(asked, gone), leave), lambda: None
+                return response
             if gone.done():
                 return Response(status_code=CLOSED)
-            answer, asked.answer.is_delivered = asked.answer.future.result(), True
-            return JSONResponse(answer.body, answer.status) if isinstance(answer, Refused) else JSONResponse(answer)
+            answer, asked.answer.is_delivered = future.result(), True
+            return Answered(answer.body, answer.status) if isinstance(answer, Refused) else Answered(answer)
         finally:
-            self._leave(agent, asked, gone)
+            leave()
 
     def _asked(self, agent: Agent, raw: bytes, body: dict, retries: str) -> Asked:
         """The request, or an earlier one that a library repeats since it has lost the connection: what is sampled for
@@ -328,25 +334,44 @@ class Server:
         if not answer.is_delivered:
             self.loop.call_later(RETRY_SECONDS, give_up)
 
-    async def _events(self, agent: Agent, asked: Asked, gone: asyncio.Task) -> AsyncIterator[str]:
+    async def _events(self, asked: Asked, gone: asyncio.Task) -> AsyncIterator[str]:
         """The answer as a stream. All of it comes when it is complete."""
         future = asked.answer.future
+        while not future.done():
+            yield ": it is still sampled\n\n"
+            await asyncio.wait([future, gone], timeout=WAITING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                return
+        answer, asked.answer.is_delivered = future.result(), True
+        for piece in [answer.body] if isinstance(answer, Refused) else pieces_of(answer, asked.body):
+            yield f"data: {json.dumps(piece)}\n\n"
+        yield "data: [DONE]\n\n"
+
+
+class Answered(JSONResponse):
+    """An answer in ASCII, since the policy may call a tool by half of a character, which UTF-8 cannot say."""
+
+    def render(self, content: Any) -> bytes:
+        """The answer's bytes."""
+        return json.dumps(content, separators=(",", ":")).encode()
+
+
+class Stream(StreamingResponse):
+    """A stream that leaves its request however it ends, also if its connection is closed before it has begun."""
+
+    def __init__(self, events: AsyncIterator[str], leave: Callable[[], None]):
+        super().__init__(events, media_type="text/event-stream")
+        self.leave = leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
         try:
-            while not future.done():
-                await asyncio.wait([future, gone], timeout=WAITING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                if gone.done():
-                    return
-                if not future.done():
-                    yield ": it is still sampled\n\n"
-            answer, asked.answer.is_delivered = future.result(), True
-            for piece in [answer.body] if isinstance(answer, Refused) else pieces_of(answer, asked.body):
-                yield f"data: {json.dumps(piece)}\n\n"
-            yield "data: [DONE]\n\n"
+            await super().__call__(scope, receive, send)
         finally:
-            self._leave(agent, asked, gone)
+            self.leave()
 
 
-async def _body_of(request: Request) -> bytes:
+async def _received(request: Request) -> bytes:
     """The body of a request. Raises Refused if it is too large."""
     body = bytearray()
     async for part in request.stream():
