@@ -261,8 +261,9 @@ class Generation:
         tokenizer = load_tokenizer(str(model))
         tokenizer.chat_template = TEMPLATE
         flags = EnvironmentFlags(environment=str(tool), max_turns=2 * args.turns)
-        self.partner = open_partner(flags, tokenizer, stop_token_ids(str(model), tokenizer))
-        said = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in (TURN, LAST_TURN))
+        said = [tokenizer(x, add_special_tokens=False)["input_ids"] for x in (TURN, LAST_TURN)]
+        # The token that ends a turn here may be none of those that end a response of the model.
+        self.partner = open_partner(flags, tokenizer, [*stop_token_ids(str(model), tokenizer), *said[0]])
         self.script, ranks = Script(args, *said), init_ranks()
         rollout = EngineFlags(engine=args.engine, max_num_seqs=args.max_num_seqs, free_cache_engine=False)
         longest = self.script.longest
