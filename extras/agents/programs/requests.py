@@ -154,7 +154,8 @@ def pieces_of(answer: dict, body: dict) -> Iterator[dict]:
         delta = dict(choice["message"])
         if "tool_calls" in delta:
             delta["tool_calls"] = [x | {"index": i} for i, x in enumerate(delta["tool_calls"])]
-        yield head | {"choices": [{"index": choice["index"], "delta": delta, "finish_reason": None}]}
+        said = {"index": choice["index"], "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
+        yield head | {"choices": [said]}
         end = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
         yield head | {"choices": [end]}
     options = body.get("stream_options")
