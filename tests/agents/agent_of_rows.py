@@ -93,7 +93,8 @@ def choices():
 
 def stop():
     said = post({"messages": Q, "max_tokens": 30, "stop": ["zzzz", ABOUT["stop"]]})["choices"][0]
-    ask([*Q, said["message"], user("2")])
+    again = {"role": "assistant", "content": said["message"]["content"] + ABOUT.get("put_back", "")}
+    ask([*Q, again, user("2")])
     note(text=said["message"]["content"], reason=said["finish_reason"])
     report()
 

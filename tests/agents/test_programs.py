@@ -154,6 +154,8 @@ def test_a_text_that_ends_an_answer_ends_the_row_there(go, policy, tokenizer):
     assert tokenizer.decode(ids[end:]).startswith("<|im_end|>\n<|im_start|>user\n2<|im_end|>\n")
     assert ids[: start + 4] == whole.rows[0].response_ids.tolist()[: start + 4]
     check_parity(policy, samples)
+    again, _ = go(about | {"stop": stop, "put_back": stop}, seed=seed)  # as smolagents does
+    assert facts(again[0]) == ("stop", 2, 1, 0) and ids_of(again) == ids_of(samples)
 
 
 @pytest.fixture

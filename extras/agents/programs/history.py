@@ -45,6 +45,7 @@ class Call:
     end: int = 0  # of this call's tokens among those of its row, once it is complete
     num_sampled: int = 0
     has_thought: bool = False  # whether thoughts were sampled. Templates remove those of earlier turns.
+    ended_by: str = ""  # the text of stop that ends it, which the agent has not seen
     answer: Any = None  # which the agent got, see `server.Answer`
 
     @property
@@ -157,8 +158,10 @@ class Tree:
         body = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
         text = self.text_of(body)
         call.has_thought = "</think>" in text
+        whole = text
         for x in stop:
             text = text.partition(x)[0]
+        call.ended_by = next((x for x in stop if whole.startswith(text + x)), "")
         message: dict[str, Any] = {"role": "assistant", "content": text}
         calls = self.chat(tools).read(ids)[1] if tools else []
         if calls and all(arguments is not None for _, arguments in calls):
@@ -199,6 +202,9 @@ class Tree:
         said = as_message(answer)
         call.marks, call.messages = (*call.marks, mark_of(said)), [*call.messages, said]
         self.complete[call.tools, call.marks] = call
+        if call.ended_by:  # smolagents puts it back
+            again = mark_of(said | {"content": said["content"] + call.ended_by})
+            self.complete[call.tools, (*call.marks[:-1], again)] = call
         self.calls.append(call)
 
     def undo(self, call: Call) -> None:
