@@ -49,6 +49,7 @@ class Environment:
                     "children": self.children, "print": lambda: print("x" * 100_000), "raise": lambda: 1 / 0,
                     "SystemExit": lambda: sys.exit("bye"),
                     "megabyte": lambda: [{"role": "user", "content": "1" * 10**6}],
+                    "large": lambda: [{"role": "user", "content": "1" * 250_000}],
                     "surrogate": lambda: [{"role": "user", "content": "1\ud8002"}],
                     "None": lambda: [{"role": "user", "content": None}], "no role": lambda: [{"content": "1"}],
                     "text": lambda: "text", "number": lambda: 5, "garbage": self.garbage, "forged": self.forged,

@@ -56,9 +56,9 @@ def test_what_is_given_up_ends_there_and_its_answers_are_nobodys(hf_engine, poli
 
 
 def test_rows_and_answers_that_fill_the_connection_both_arrive(made, tokenizer):  # noqa: F811
-    """8 MB on the way there while as much comes back."""
+    """2.4 MB on the way there while 2 MB come back."""
     partner, way = made.partner, Sampling(max_tokens=10**7, stop_token_ids=STOPS)
-    about = [{"turns": 1, "does": "megabyte", "more": "x" * 10**6}] * 8
+    about = [{"turns": 1, "does": "large", "more": "x" * 300_000}] * 8
     waiting = {Trajectory((i, 0), row, way, None) for i, row in enumerate(rows_of(tokenizer, *about))}
     for x in waiting:
         partner.begin(x, 0)
