@@ -4,10 +4,6 @@ On a CPU all memory is the host's: this shows that what is moved comes back as i
 """
 
 import mmap
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import helpers_scripts as h
@@ -212,11 +208,5 @@ for part in re.split("^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read(
 
 def test_large_tensors_of_the_host_are_asked_for_in_large_pages():
     """The kernel notes it as "hg", also where it has none to give."""
-    assert printed(LARGE).split()[-1] == "True"
-    assert printed(LARGE, THP_MEM_ALLOC_ENABLE="0").split()[-1] == "False"
-
-
-def printed(code: str, **env: str) -> str:
-    words, root = [sys.executable, "-c", code], Path(__file__).resolve().parent.parent.parent
-    found = subprocess.run(words, cwd=root, env=os.environ | env, capture_output=True, text=True, check=True)
-    return found.stdout
+    assert launch.run("-c", LARGE).split()[-1] == "True"
+    assert launch.run("-c", LARGE, THP_MEM_ALLOC_ENABLE="0").split()[-1] == "False"
