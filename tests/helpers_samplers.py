@@ -8,11 +8,13 @@ from pathlib import Path
 
 import helpers_scripts as h
 import launch
+import pytest
 from helpers_data import spans_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from extras.samplers import connection
 from extras.samplers.pool import SamplerPool
+from extras.samplers.protocol import TOKEN
 from rl.data.order import derive_seed
 from rl.sampling import sampler
 from rl.sampling.loop import Loop
@@ -55,6 +57,20 @@ class Pools:
 
     def lines(self):
         return h.read_jsonl(self.root / "run" / "metrics.jsonl")
+
+
+# A file imports the next two fixtures by the names of their functions, and its tests ask for `task` and `pools`.
+@pytest.fixture(name="task", scope="module")
+def task_with_stops(tmp_path_factory) -> h.Task:
+    """The arithmetic task, with token ids that end a response, for the tests of a file."""
+    return h.make_task_with_stops(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(name="pools")
+def pools_of_task(task, tmp_path, monkeypatch) -> Pools:
+    """A run and samplers that the test may start, in its folder and with a token of its own."""
+    monkeypatch.setenv(TOKEN, "a token of this test")
+    return Pools(task, tmp_path)
 
 
 def note_batches(file):

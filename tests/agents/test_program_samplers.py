@@ -3,22 +3,10 @@
 import helpers_scripts as h
 import launch
 import pytest
-from helpers_samplers import Pools, seed_by_number
+from helpers_samplers import pools_of_task, seed_by_number, task_with_stops  # noqa: F401
 from test_program_runs import settings_of
 
-from extras.samplers.protocol import TOKEN
 from rl.run import checkpoint
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return h.make_task_with_stops(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture
-def pools(task, tmp_path, monkeypatch):
-    monkeypatch.setenv(TOKEN, "a token of this test")
-    return Pools(task, tmp_path)
 
 
 def changes_of(task, folder, kind):

@@ -23,12 +23,11 @@ import numpy as np
 import pytest
 import zmq
 from helpers_engines import the_only_shared_engine
-from helpers_samplers import Pools, batches, note_batches, with_two_heads
+from helpers_samplers import Pools, batches, note_batches, pools_of_task, task_with_stops, with_two_heads  # noqa: F401
 
 from extras.engines import hf
 from extras.samplers import connection, dispatcher, inbox, protocol, sampler, weight_network
 from extras.samplers.connection import Connection
-from extras.samplers.protocol import TOKEN
 from extras.samplers.weight_files import WeightWriter
 from rl.data.encode import load_prompts
 from rl.data.flags import Data
@@ -37,17 +36,6 @@ from rl.data.template import load_tokenizer
 from rl.sampling.loop import Loop
 
 KILLS = max(2, int(os.environ.get("GLASSRL_RANDOM_KILLS", "1")) // 5)  # for each staleness
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return h.make_task_with_stops(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture
-def pools(task, tmp_path, monkeypatch):
-    monkeypatch.setenv(TOKEN, "a token of this test")
-    return Pools(task, tmp_path)
 
 
 def expected(task, steps):

@@ -14,7 +14,15 @@ import launch
 import numpy as np
 import pytest
 from helpers_engines import the_only_shared_engine
-from helpers_samplers import Pools, batches, note_batches, seed_by_number, with_two_heads
+from helpers_samplers import (  # noqa: F401
+    Pools,
+    batches,
+    note_batches,
+    pools_of_task,
+    seed_by_number,
+    task_with_stops,
+    with_two_heads,
+)
 from transformers import AutoConfig
 
 from data import dots, files
@@ -30,18 +38,6 @@ from rl.console import progress_line
 from rl.data import batching
 from rl.data.types import Sampling
 from rl.sampling.engines.flags import EngineFlags
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return h.make_task_with_stops(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture
-def pools(task, tmp_path, monkeypatch):
-    monkeypatch.setenv(TOKEN, "a token of this test")
-    return Pools(task, tmp_path)
-
 
 # Up to three turns; the first messages depend on the seed, and every third row has no conversation.
 GAME = """
