@@ -1,11 +1,12 @@
 """Do the examples of environments/ pay? A tiny model learns each, with what answers it and without, three seeds each.
 
-    python benchmarks/environments.py --tasks calculator guess python
+    python benchmarks/environments.py --tasks calculator guess python agent
 
 For each task, this makes the data, and trains on imperfect demonstrations (SFT). Then it runs train_grpo.py from that
 checkpoint for each way and seed. At last it runs eval.py with the same flags on the last checkpoint, which must give
 the run's own last evaluation to the last digit. The way `without` has no --tools for the calculator. For the game it
-has --max-turns 1, which is a guess to which nothing is said. The way `echo` also learns what the calculator says.
+has --max-turns 1, which is a guess to which nothing is said. The way `echo` also learns what the calculator says. The
+task `agent` has the program examples/check_agent.py, and no way without it.
 
 Steps that are finished are skipped, so the same command again goes on where it stopped. It leaves
 
@@ -66,6 +67,14 @@ TASKS = {
     ),
     "python": Task(
         "calculator.py --tool python", 800, 30, CALLS, {"with": "--tools environments/python.py --max-turns 4"}
+    ),
+    "agent": Task(
+        "arithmetic.py --num-test 256 --context 192",
+        450,
+        30,
+        "--agent 'python examples/check_agent.py' --custom-reward-function examples/check_agent.py "
+        "--max-prompt-length 32 --max-response-length 144",
+        {"with": ""},
     ),
 }
 WAYS = tuple(dict.fromkeys(way for task in TASKS.values() for way in task.ways))
@@ -129,7 +138,7 @@ def learn(name: str, way: str, seed: int, args: Args) -> dict:
         run(command, folder)
     steps, own = TASKS[name].steps, made["train"][1]
     accuracy = {x["step"]: x["val/accuracy"] for x in read_jsonl(own / "run/metrics.jsonl") if "val/accuracy" in x}
-    scores = [x["score"] or 0.0 for x in read_jsonl(own / "eval/responses.jsonl")]
+    scores = [x.get("acc", x["score"]) or 0.0 for x in read_jsonl(own / "eval/responses.jsonl")]
     found = {"run": f"{name}_{way}", "seed": seed, "accuracy": accuracy, "num_prompts": len(scores)}
     found |= {"before": accuracy[0], "after": accuracy[steps], "eval": sum(scores) / len(scores)}
     if found["after"] != found["eval"]:

@@ -64,6 +64,9 @@ class Args:
     hinted_share: float = 0.0
     """In this share of the SFT samples the full answer stands in the prompt, behind the question, and is the response
     too. Who learns from these can read a hint, as the teacher of train_self_distill.py has to."""
+    context: int = 128
+    """The model takes sequences of at most this many tokens. A question with its full answer has 61. The conversations
+    of examples/check_agent.py need more than 128."""
     seed: int = 0
     """The seed decides the split, the samples and the model's weights."""
 
@@ -249,7 +252,7 @@ def main(args: Args) -> dict[str, int]:
         "test": [rl_row(totals, "test", i) for i, totals in enumerate(test)],
     }
     sizes = files.write(args.output_dir, tables)
-    save_model(args.output_dir / "model", args.seed)
+    save_model(args.output_dir / "model", args.seed, context=args.context)
     print(f"{args.output_dir / 'model'}: untrained Qwen2 and its tokenizer")
     return sizes
 

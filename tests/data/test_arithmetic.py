@@ -152,6 +152,15 @@ def test_model_is_the_stated_one(folder):
     assert GenerationConfig.from_pretrained(folder / "model").eos_token_id == 2
 
 
+def test_longer_conversations_fit_into_a_larger_context_and_the_weights_stay_what_they_are(folder, tmp_path):
+    arithmetic.main(arithmetic.Args(output_dir=tmp_path, context=192, **SIZES))
+    models = [AutoModelForCausalLM.from_pretrained(x / "model") for x in (folder, tmp_path)]
+    assert [x.config.max_position_embeddings for x in models] == [128, 192]
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").model_max_length == 192
+    weights, more = (x.state_dict() for x in models)
+    assert weights.keys() == more.keys() and all(torch.equal(weights[name], more[name]) for name in weights)
+
+
 def test_everything_is_a_function_of_the_seed(folder, tmp_path):
     files = ["sft.parquet", "train.parquet", "test.parquet", "model/model.safetensors", "model/tokenizer.json"]
     state = torch.random.get_rng_state()

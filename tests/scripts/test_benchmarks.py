@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -314,7 +315,7 @@ def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among
 def test_runs_with_environments_and_their_evaluations_have_the_same_flags(name, tmp_path, tiny_model):
     args, found = environments.Args(work_dir=tmp_path), {}
     for way in environments.TASKS[name].ways:
-        made = {key: command.split() for key, (command, _) in environments.commands(name, way, 7, args).items()}
+        made = {key: shlex.split(command) for key, (command, _) in environments.commands(name, way, 7, args).items()}
         data = tmp_path / name / "data" / "files"
         assert made["data"][-2:] == ["--output-dir", str(data)] and (launch.ROOT / made["data"][0]).is_file()
         first = flags_of(*made["sft"][:1], made["sft"][1:], tiny_model)
@@ -325,11 +326,12 @@ def test_runs_with_environments_and_their_evaluations_have_the_same_flags(name, 
         other = parsed(evaluation.Args, made["evaluate"][1:])
         assert other.model == f"{run.default_local_dir}/global_step_{run.total_training_steps}/huggingface"
         both = flat(other).keys() & vars(run).keys() - {"model", "rollout_n", "temperature", "gpu_memory_utilization"}
-        assert {"environment", "tools", "max_turns", "max_response_length", "val_files", "engine", "seed"} < both
+        assert {"environment", "tools", "agent", "max_turns", "max_response_length", "val_files", "engine"} < both
+        assert "seed" in both
         vars(run)["custom_reward_function"] = run.custom_reward_function or ("rewards/by_data_source.py",)
         assert {x: flat(other)[x] for x in both} == {x: vars(run)[x] for x in both}
     answered = found["with"]
-    assert (answered.tools or answered.environment) and answered.max_turns >= 4
+    assert (answered.tools or answered.environment or answered.agent) and answered.max_turns >= 4
     if echo := found.pop("echo", None):
         assert {x for x in vars(answered) if vars(echo)[x] != vars(answered)[x]} == {"script", "default_local_dir"}
         assert echo.echo_coef == 0.1 and echo.adv_estimator == "grpo" and echo.loss_mode == "ppo_clip"
