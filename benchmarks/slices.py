@@ -45,7 +45,7 @@ from transformers import PreTrainedModel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import make_model  # noqa: E402
 from benchmarks.step_time import now  # noqa: E402
-from extras.offload import keep_moments_on_host  # noqa: E402
+from extras.offload.host import keep_moments_on_host  # noqa: E402
 from extras.plan import Hardware, cards, hardware, with_values  # noqa: E402
 from extras.plan.memory import GIB, Load, Model, Needed, needed  # noqa: E402
 from extras.plan.rehearsal import largest_micro_batch  # noqa: E402

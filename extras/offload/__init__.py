@@ -46,8 +46,13 @@ def onload(model: Any, device: Any, optimizer: Any = None) -> None:
     host.onload(model, device, optimizer)
 
 
-def keep_moments_on_host(optimizer: Any, device: Any) -> None:
-    """From now on the moments of an AdamW are in host memory, pinned if `device` is a GPU. That changes no bit."""
+def prepare_steps(optimizer: Any, memory: OffloadFlags, device: Any) -> None:
+    """From now on an AdamW steps as the flags say: with its moments in host memory, and on all cores of the host
+    if its weights are there too. That changes no bit.
+    """
     from extras.offload import host
 
-    host.keep_moments_on_host(optimizer, device)
+    if memory.optimizer_offload:
+        host.keep_moments_on_host(optimizer, device)
+    if memory.home is not None:
+        host.step_on_all_cores(optimizer)

@@ -1,6 +1,7 @@
 """Host memory for what belongs to a model: weights and gradients for good, moments between steps, all for a while."""
 
 import mmap
+import os
 import weakref
 
 import numpy as np
@@ -71,6 +72,25 @@ def keep_moments_on_host(optimizer: torch.optim.AdamW, device: torch.device) -> 
 
     for x in optimizer.state:
         move(x, home=True)
+    optimizer.step = step
+
+
+def step_on_all_cores(optimizer: torch.optim.AdamW) -> None:
+    """From now on an optimizer on the host steps with all cores of this rank: those that the process may use, divided
+    by the ranks of the machine. That changes no bit, since AdamW computes each element by itself.
+
+    Otherwise one core would do all of it. With several ranks, torchrun sets OMP_NUM_THREADS to 1. With a GPU, vLLM's
+    worker sets the number of torch's threads in this process to 1.
+    """
+    own_step = optimizer.step
+    cores = max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"]))
+
+    def step() -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(cores)
+        own_step()
+        torch.set_num_threads(before)
+
     optimizer.step = step
 
 

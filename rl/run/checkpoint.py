@@ -238,8 +238,8 @@ class Saver:
 def load(path: pathlib.Path, trained: Trained, *, moments_on_host: bool = False) -> None:
     """Load a checkpoint into what is trained, at any world size. All ranks must enter.
 
-    With moments_on_host, AdamW's moments stay on the host, from where `extras.offload.keep_moments_on_host` takes them.
-    Raises ValueError if it holds anything but the tensors of these modules and optimizers, or as `Family.check_saved`.
+    With moments_on_host, AdamW's moments stay on the host, from where `extras.offload` takes them. Raises ValueError if
+    it holds anything but the tensors of these modules and optimizers, or as `Family.check_saved`.
     """
     then = trainer_state(path)
     together(lambda: _check_families(path, then.get("lora", {}), trained))

@@ -12,7 +12,7 @@ from packaging.version import Version
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from extras import loss_scale
-from extras.offload import keep_moments_on_host, offload, onload
+from extras.offload import offload, onload, prepare_steps
 from extras.plan import budget_of, compiling_pays, hardware, rehearse, settle
 from extras.sequence_parallel import share_rows
 from rl import stop
@@ -159,8 +159,7 @@ class Run:
         policy.packed = replace(policy.packed, max_tokens=budget_of(self.memory)[1] * self.ranks.sequence_size)
         for optimizer in filter(None, (x for _, x in trained.values())):
             optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step())
-            if self.memory.optimizer_offload:
-                keep_moments_on_host(optimizer, self.ranks.device)
+            prepare_steps(optimizer, self.memory, self.ranks.device)
         root, used, evaluates = self.folder.root, replace(self.args, memory=self.memory), self.evaluation_is_due()
         self.tracker = Tracker(root, used, self.first_step, evaluates, enabled=self.ranks.is_main, sinks=self.sinks)
         if policy.can_generate():  # what is exported stops where the engine does, and where the data ends an answer

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import sft
 import train_ppo
+from extras import offload
 from extras.offload import host
 from rl.flags import build
 from rl.model import load as models
@@ -164,6 +165,28 @@ def test_a_step_has_the_moments_of_one_parameter_on_the_device_at_a_time(task):
     for number, (there, learning) in enumerate(second):
         assert learning == [i == number for i in range(len(every))]
         assert [x != y for x, y in zip(there, home, strict=True)] == learning
+
+
+@pytest.mark.parametrize("flags", [dict(param_offload=True), dict(optimizer_offload=True), {}])
+def test_adamw_steps_on_all_cores_if_the_weights_are_on_the_host(monkeypatch, flags):
+    """Also where torch has one thread, as with vLLM on a GPU, or with several ranks under torchrun."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: set(range(7)))
+    before, memory, seen = torch.get_num_threads(), MemoryRL(**(offload.NO_OFFLOAD | flags)), []
+    x, same = (torch.nn.Parameter(torch.linspace(-1, 1, 100_000)) for _ in range(2))
+    optimizers = [torch.optim.AdamW([y], lr=0.1, fused=True) for y in (x, same)]
+    own_step = optimizers[0].step
+    optimizers[0].step = lambda: (seen.append(torch.get_num_threads()), own_step())
+    offload.prepare_steps(optimizers[0], memory, torch.device("cpu"))
+    torch.set_num_threads(1)
+    for _ in range(3):
+        for y, optimizer in zip((x, same), optimizers, strict=True):
+            y.grad = y.detach().square()
+            optimizer.step()
+    after = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert after == 1 and set(seen) == {3 if flags.get("param_offload") else 1}
+    assert torch.equal(x, same)
 
 
 def test_pinned_memory_has_pages_of_its_own():
