@@ -119,6 +119,28 @@ def draw_training(path: Path) -> None:
         pretrained.plot_training(runs, Path(folder), path)
 
 
+def draw_agents(path: Path) -> None:
+    """Score, answers, calls and rows of agents while they learn: a line for each seed."""
+    import matplotlib.pyplot as plt
+
+    titles = {
+        "critic/score/mean": "mean score",
+        "reward/arithmetic/acc": "share of right answers",
+        "environment/calls": "calls per agent",
+        "environment/rows": "rows per agent",
+    }
+    figure, axes = plt.subplots(1, 4, figsize=(13, 3), layout="constrained")
+    for file in sorted(path.parent.glob("agent_with_*.metrics.jsonl")):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for axis, (key, title) in zip(axes, titles.items(), strict=True):
+            points = [(x["step"], x[key]) for x in lines if key in x]
+            axis.plot(*zip(*points, strict=True), label=file.name.split(".")[0].split("_")[-1], linewidth=1.3)
+            axis.set(title=title, xlabel="steps")
+            axis.grid(alpha=0.3)
+    axes[0].legend(title="seed", fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
 FIGURES: dict[str, Callable[[Path], None]] = {
     "2026-11-20_dc32af4_demo/curve.png": draw_demo,
     "2026-11-21_f36d6f3_learning-hard/hard.png": draw_learning,
@@ -129,6 +151,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "2026-11-23_9dcc2ce_smollm2-lora-fp8/word_problems_memory.png": draw_less_memory,
     "2026-11-23_9dcc2ce_smollm2-lora-fp8/word_problems_training.png": draw_training,
     "2026-11-26_1f30b99_smollm2-lora-rates/word_problems.png": draw_rates,
+    "2026-11-28_bc3f2da_agent-curve/agents.png": draw_agents,
 }
 
 
