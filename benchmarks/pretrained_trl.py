@@ -16,6 +16,7 @@ to its end, without evaluations. Flags of train_grpo.py that are not listed are 
 """
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import for_trl  # noqa: E402
+from benchmarks import for_trl, step_time  # noqa: E402
 from rl.data.rows import read_rows
 
 
@@ -94,6 +95,7 @@ def settings(args: Args) -> dict[str, Any]:
 
 def main(args: Args) -> None:
     """Train with TRL in this process."""
+    os.environ["MASTER_PORT"] = str(step_time.free_port())  # TRL's is always the same: one run a machine
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
