@@ -49,6 +49,13 @@ def choose_way(trial: Trial, problem: str) -> None:
     packed as it is. Rank 0 says why a model runs padded. Raises ValueError if none is right. All ranks must enter.
     """
     model, ranks, flag, kind = trial.model, trial.ranks, trial.flag, trial.model.config.model_type
+    if model.packed.attention == "packed_fa2" and not _problem_without_flash_attn(trial):
+        if ranks.is_main:
+            say(
+                f"{flag}: torch's own attention is used in the place of flash-attn, with which {problem}; is there a "
+                f"build of flash-attn with kernels for {str(ranks.dtype).removeprefix('torch.')}?"
+            )
+        return
     recurrent, reasons, no_kernels = family(model, "recurrent"), {"packed": problem}, ""
     ways = [name for name, way in WAYS.items() if way.apart == "" and name != "packed"]
     if recurrent:
@@ -87,6 +94,19 @@ def choose_way(trial: Trial, problem: str) -> None:
         )
     if way.apart == "rows" and ranks.device.type == "cuda" and ranks.is_main:
         say(f"{flag} {kind}: {recurrent.advice(no_kernels or reasons[ways[0]])}")
+
+
+def _problem_without_flash_attn(trial: Trial) -> str:
+    """Why a model does not run packed with torch's own attention either, or "". Then it is left with that attention. A
+    build of flash-attn may lack kernels for a type of numbers, and give wrong numbers without an error.
+    """
+    model, packed = trial.model, trial.model.packed
+    model.packed = replace(packed, attention="packed_varlen" if packed.device.type == "cuda" else "packed_sdpa")
+    use_attention(model, model.packed.attention)
+    if problem := trial.problem_of_packed():
+        model.packed = packed
+        use_attention(model, packed.attention)
+    return problem
 
 
 def use_way(model: nn.Module, name: str) -> Way:

@@ -15,6 +15,7 @@ import transformers
 from helpers_families import FAMILIES, OWN_HEAD, PACKED, PADDED
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -35,6 +36,7 @@ from rl.data.template import load_tokenizer
 from rl.data.types import Sampling
 from rl.flags import build
 from rl.model import load as models
+from rl.model.attention import packed_sdpa
 from rl.model.checks import check_context, check_trainable
 from rl.model.logprobs import token_logprobs
 from rl.model.self_test import random_batch
@@ -176,6 +178,34 @@ def test_a_model_that_is_wrong_packed_and_padded_is_refused(tiny_model, world):
     model.base_model.embed_tokens.register_forward_hook(shift)
     with pytest.raises(ValueError, match=r"--critic-model: qwen2 gives other numbers.*packed \(its log-probs.*padded"):
         models.choose_forward(model, world, longest=64, flag="--critic-model")
+
+
+@pytest.mark.parametrize("also_capped", [False, True])
+def test_a_build_of_flash_attn_that_gives_wrong_numbers_is_not_used(tiny_model, world, capsys, also_capped):
+    """One with kernels for bfloat16 alone reads the bits of float16 as such. Here the kernel halves what it gives.
+
+    A model that is wrong with torch's own attention too keeps flash-attn, and runs padded.
+    """
+
+    def wrong_kernel(*arguments, **options):
+        out, _ = packed_sdpa(*arguments, **options)
+        return out / 2, None
+
+    model = shard(models.load_pretrained(tiny_model, world), world)
+    AttentionInterface.register("packed_fa2", wrong_kernel)
+    model.packed = replace(model.packed, attention="packed_fa2")
+    if also_capped:
+        model.base_model.layers[0].self_attn.register_forward_pre_hook(
+            lambda module, arguments, options: (arguments, options | {"softcap": 50.0}), with_kwargs=True
+        )
+    way = models.choose_forward(model, world, longest=64)
+    said, used = capsys.readouterr().out, model.packed.attention
+    if also_capped:
+        assert way == PADDED and used == "packed_fa2" and "flash-attn" not in said
+    else:
+        assert way == PACKED and used == model.config._attn_implementation == "packed_sdpa"
+        assert "in the place of flash-attn, with which its log-probs would differ by" in said
+        assert "kernels for float32?" in said
 
 
 def test_files_that_contradict_a_tie_of_the_config_are_refused(tiny_model, world, tmp_path):
