@@ -12,6 +12,7 @@ from torch import nn
 from extras.engines import hf
 from rl.model.load import load_pretrained
 from rl.model.sharding import shard
+from rl.ranks import Ranks
 from rl.sampling.engines import vllm
 from rl.sampling.engines.base import Engine
 from rl.sampling.engines.flags import EngineFlags
@@ -20,22 +21,30 @@ MAX_NUM_SEQS = 8  # fewer than most tests sample, so that engines have to queue
 LONGEST = 320
 
 
+@contextlib.contextmanager
+def engine_of(kind: str, model: str, world: Ranks, longest: int = LONGEST) -> Iterator[Engine]:
+    """An engine, "hf" or "vllm", that holds this model."""
+    if kind == "vllm":
+        h.needs_vllm()
+        launch.look_at_classes_here()
+    make = {"hf": hf.Engine, "vllm": vllm.Engine}[kind]
+    engine = make(model, world, EngineFlags(max_num_seqs=MAX_NUM_SEQS), longest=longest)
+    yield engine
+    engine.close()
+
+
 @pytest.fixture(scope="module")
-def hf_engine(world, tiny_model) -> Iterator[hf.Engine]:
+def hf_engine(world, tiny_model) -> Iterator[Engine]:
     """The plain engine."""
-    engine = hf.Engine(tiny_model, world, EngineFlags(max_num_seqs=MAX_NUM_SEQS), longest=LONGEST)
-    yield engine
-    engine.close()
+    with engine_of("hf", tiny_model, world) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
-def vllm_engine(world, tiny_model) -> Iterator[vllm.Engine]:
+def vllm_engine(world, tiny_model) -> Iterator[Engine]:
     """vLLM, with shortcuts."""
-    h.needs_vllm()
-    launch.look_at_classes_here()
-    engine = vllm.Engine(tiny_model, world, EngineFlags(max_num_seqs=MAX_NUM_SEQS), longest=LONGEST)
-    yield engine
-    engine.close()
+    with engine_of("vllm", tiny_model, world) as engine:
+        yield engine
 
 
 @pytest.fixture(params=["hf", "vllm"])

@@ -1,6 +1,6 @@
 """An agent that sends what no library would: generated requests, each of which is answered with 200 or 4xx, or dropped.
 
-`requests(seed)` makes them, as bytes. The agent asks the same good questions before and after, and notes the answers.
+`requests` makes them, as bytes. The agent asks the same good questions before and after, and notes the answers.
 """
 
 import json
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from urllib.parse import urlparse
 
-COUNT, THREADS, SECONDS = 1000, 8, 8
+THREADS, SECONDS = 8, 8
 TOOL = '{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}'
 MANY = ", ".join(['{"role": "user", "content": "x"}'] * 3000)
 # Texts of JSON that stand where something else is expected.
@@ -109,10 +109,10 @@ def with_head(
     return b"\r\n".join([*lines, b"Content-Length: %d" % len(data), b"", data])
 
 
-def requests(seed: int, key: bytes) -> Iterator[tuple[str, bytes]]:
+def requests(seed: int, count: int, key: bytes) -> Iterator[tuple[str, bytes]]:
     """(what the client does behind it, bytes). It reads the answer, or closes the connection before or meanwhile."""
     rng = random.Random(seed)
-    for _ in range(COUNT):
+    for _ in range(count):
         kind, ends = rng.randrange(10), "reads"
         data = body(rng).encode()
         if kind <= 1:
@@ -194,8 +194,8 @@ def main() -> None:
         return messages
 
     first, results = good(), []
-    seed = row["extra_info"]["seed"]
-    todo = iter(() if seed is None else requests(seed, key.encode()))
+    about = row["extra_info"]
+    todo = requests(about["seed"], about["count"], key.encode())
     lock = threading.Lock()
 
     def work() -> None:

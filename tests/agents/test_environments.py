@@ -15,6 +15,7 @@ from helpers_engines import TEMPERATURE, logits_of, plain, push, the_only_shared
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from extras.agents import EnvironmentFlags, open_partner
+from extras.agents.conversations import Conversations
 from rl.data.batching import collate
 from rl.data.types import Sampling
 from rl.model.logprobs import token_logprobs
@@ -227,6 +228,20 @@ def test_samples_depend_on_the_seed_and_not_on_when_answers_come(engine, policy,
         found.append(facts(sample(engine, made, rows, seed=seed)))
     assert found[0] == found[1] and all(a[0] != b[0] for a, b in zip(found[0], found[2], strict=True))
     assert len({tuple(x[0]) for x in found[0]}) == 12
+
+
+def test_they_are_equal_to_conversations_of_the_same_process(engine, policy, made, tokenizer):
+    push(engine, policy)
+    flags = EnvironmentFlags(environment=str(made.file), environment_timeout=15.0, max_turns=8)
+    here, partner = Conversations(flags, tokenizer, STOPS), made.partner
+    rows = rows_of(tokenizer, *({"turns": turns} for turns in (1, 2, 3, 9)), {"turns": 1, "does": "raise"})
+    way = Sampling(n=2, temperature=TEMPERATURE, max_tokens=200, stop_token_ids=STOPS)
+    own = sample_groups(engine, rows, way, partner=here, seed=3)
+    here.close()
+    hosted = sample(engine, made, rows, seed=3)
+    assert facts(own) == facts(hosted) and {x.finish_reason for x in own} >= {"stop", "error"}
+    assert [x.outcome.facts["rewards"] for x in own] == [x.outcome.facts["rewards"] for x in hosted]
+    assert not (partner.open or partner.numbers or partner.sent or partner.outcomes or partner.messages)
 
 
 def test_an_interruption_keeps_tokens_turns_and_versions(engine, policy, made, tokenizer):

@@ -1,4 +1,4 @@
-"""Conversations in a process of their own: they are those of the same process, and what is given up ends."""
+"""Conversations in a process of their own: what is given up ends, and so does the process."""
 
 import os
 import signal
@@ -7,12 +7,9 @@ import threading
 import launch
 import pytest
 from helpers_engines import TEMPERATURE, push
-from test_environments import STOPS, Made, facts, rows_of, sample, tokenizer  # noqa: F401
+from test_environments import STOPS, Made, rows_of, sample, tokenizer  # noqa: F401
 
-from extras.agents import EnvironmentFlags
-from extras.agents.conversations import Conversations
 from rl.data.types import Sampling
-from rl.sampling.groups import sample_groups
 from rl.sampling.loop import Loop, Trajectory
 
 WAY = Sampling(n=2, temperature=TEMPERATURE, max_tokens=200, stop_token_ids=STOPS)
@@ -23,20 +20,6 @@ def made(tmp_path, tokenizer):  # noqa: F811
     made = Made(tmp_path, tokenizer)
     yield made
     made.partner.close()
-
-
-def test_they_are_equal_to_those_of_the_same_process(engine, policy, made, tokenizer):  # noqa: F811
-    push(engine, policy)
-    flags = EnvironmentFlags(environment=str(made.file), environment_timeout=15.0, max_turns=8)
-    here = Conversations(flags, tokenizer, STOPS)
-    rows = rows_of(tokenizer, *({"turns": turns} for turns in (1, 2, 3, 9)), {"turns": 1, "does": "raise"})
-    own = sample_groups(engine, rows, WAY, partner=here, seed=3)
-    here.close()
-    hosted = sample(engine, made, rows, seed=3)
-    assert facts(own) == facts(hosted) and {x.finish_reason for x in own} >= {"stop", "error"}
-    assert [x.outcome.facts["rewards"] for x in own] == [x.outcome.facts["rewards"] for x in hosted]
-    partner = made.partner
-    assert not (partner.open or partner.numbers or partner.sent or partner.outcomes or partner.messages)
 
 
 def test_what_is_given_up_ends_there_and_its_answers_are_nobodys(hf_engine, policy, made, tokenizer):  # noqa: F811

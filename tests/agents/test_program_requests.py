@@ -1,4 +1,4 @@
-"""What agents send: a thousand hostile requests, and calls of tools that go there and back."""
+"""What agents send: hostile requests, and calls of tools that go there and back."""
 
 import json
 import sys
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers_engines import TEMPERATURE, push
+from helpers_fixtures import engine_of
 from test_chat import QWEN25
 from test_programs import STOPS, check_parity
 from transformers import AutoTokenizer
@@ -15,11 +16,9 @@ from transformers import AutoTokenizer
 from data import arithmetic
 from extras.agents import EnvironmentFlags, open_partner
 from extras.agents.programs.requests import Refused, body_of
-from extras.engines import hf
 from rl.data.types import Sampling
 from rl.model.load import load_pretrained
 from rl.model.sharding import shard
-from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import sample_groups
 
 HERE = Path(__file__).parent
@@ -50,15 +49,21 @@ def go(tmp_path, monkeypatch):
         agents.close()
 
 
-def test_a_thousand_hostile_requests_raise_nowhere(go, hf_engine, policy, tiny_model, capfd):
-    """Each is answered with 200 or 4xx, or its client has left. The good questions before and behind them get the
-    tokens that they get without them.
+@pytest.mark.parametrize(
+    ("fixtures", "count", "least"),
+    [(("hf_engine", "policy"), 1000, 80), (("vllm_engine_that_calls", "policy_that_calls"), 100, 5)],
+    ids=["hf", "vllm"],
+)
+def test_hostile_requests_raise_nowhere(fixtures, count, least, go, request, capfd):
+    """Each is answered with 200 or 4xx, or its client has left, and each of the three happens more than `least` times.
+    The good questions before and behind them get the tokens that they get without them.
     """
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    engine, policy = map(request.getfixturevalue, fixtures)
+    tokenizer = AutoTokenizer.from_pretrained(policy.config._name_or_path)
     tokenizer.chat_template = QWEN25
-    hostile, noted = go(hf_engine, policy, tokenizer, "hostile_agent.py", {"seed": 0}, room=240)
-    _, alone = go(hf_engine, policy, tokenizer, "hostile_agent.py", {"seed": None}, room=240)
-    assert noted["good"] == alone["good"] and len(noted["results"]) == 1000 and alone["results"] == []
+    hostile, noted = go(engine, policy, tokenizer, "hostile_agent.py", {"seed": 0, "count": count}, room=240)
+    _, alone = go(engine, policy, tokenizer, "hostile_agent.py", {"seed": 0, "count": 0}, room=240)
+    assert noted["good"] == alone["good"] and len(noted["results"]) == count and alone["results"] == []
     assert noted["good"][0] != noted["good"][1]  # asked again with the same messages, they have another seed
     kinds, counts = Counter(), Counter()
     for ends, status, data in noted["results"]:
@@ -66,9 +71,10 @@ def test_a_thousand_hostile_requests_raise_nowhere(go, hf_engine, policy, tiny_m
         assert kind in ("dropped", "answered", 4), (ends, status, data)
         assert kind != "dropped" or ends != "reads", (ends, status, data)
         kinds[kind], counts[status] = kinds[kind] + 1, counts[status] + 1
-    assert min(kinds.values()) > 80 and {200, 400, 401, 404, 405} <= set(counts)
-    assert hostile.finish_reason == "stop" and hostile.outcome.facts["numbers"]["rows"] == len(hostile.rows) > 100
-    assert hostile.outcome.facts["numbers"]["refused"] > 100
+    assert min(kinds.values()) > least and {200, 400, 401, 404, 405} <= set(counts)
+    numbers = hostile.outcome.facts["numbers"]
+    assert hostile.finish_reason == "stop" and numbers["rows"] == len(hostile.rows) > 0.1 * count
+    assert numbers["refused"] > 0.1 * count
     check_parity(policy, [hostile])
     printed = capfd.readouterr().err
     assert "Traceback" not in printed and "Exception" not in printed
@@ -110,20 +116,38 @@ PAIRS = [f"{a}{b}" for a in "zyxw" for b in "adgj"]
 BROKEN = [CALL % ("add", "{"), "<tool_call>", "</tool_call>"]
 
 
+@pytest.fixture(scope="module")
+def model_that_calls(tmp_path_factory):
+    """A tiny model of whose tokens every tenth is a whole call."""
+    folder, words = tmp_path_factory.mktemp("model"), [*CALLS, *PAIRS, *BROKEN]
+    arithmetic.save_model(folder, seed=0, characters=SIGNS, words=words, chat_template=QWEN25, context=2048)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def hf_engine_that_calls(model_that_calls, world):
+    with engine_of("hf", model_that_calls, world, longest=2048) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def vllm_engine_that_calls(model_that_calls, world):
+    with engine_of("vllm", model_that_calls, world, longest=2048) as engine:
+        yield engine
+
+
 @pytest.fixture
-def calling(world, tmp_path):
-    """(an engine, its policy): a tiny model of whose tokens every tenth is a whole call."""
-    words = [*CALLS, *PAIRS, *BROKEN]
-    arithmetic.save_model(tmp_path / "model", seed=0, characters=SIGNS, words=words, chat_template=QWEN25, context=2048)
-    engine = hf.Engine(str(tmp_path / "model"), world, EngineFlags(max_num_seqs=8), longest=2048)
-    yield engine, shard(load_pretrained(str(tmp_path / "model"), world), world)
-    engine.close()
+def policy_that_calls(model_that_calls, world):
+    return shard(load_pretrained(model_that_calls, world), world)
 
 
-@pytest.mark.parametrize(("stream", "conversations"), [(False, 1), (True, 1), (False, 3), (True, 3)])
-def test_calls_of_tools_go_there_and_back(stream, conversations, go, calling):
+WAYS = [("hf", False, 1), ("hf", True, 1), ("hf", False, 3), ("hf", True, 3), ("vllm", True, 1)]
+
+
+@pytest.mark.parametrize(("kind", "stream", "conversations"), WAYS)
+def test_calls_of_tools_go_there_and_back(kind, stream, conversations, go, policy_that_calls, request):
     """What the library shows of each answer is what was sampled, and the row goes on with these tokens."""
-    engine, policy = calling
+    engine, policy = request.getfixturevalue(f"{kind}_engine_that_calls"), policy_that_calls
     tokenizer = AutoTokenizer.from_pretrained(policy.config._name_or_path)
     stops = (0, 2, *range(20, 26))
     about = {"stream": stream, "conversations": conversations}
