@@ -570,10 +570,10 @@ def test_a_second_run_in_a_folder_is_refused_on_all_ranks_until_the_first_has_go
     try:
         assert first.stdout.readline() == "held\n"
         settings = h.sft_settings(task, tmp_path / "run")
-        second = launch.fork_file("sft.py", *h.flags(settings), log=tmp_path / "log", nproc=2)
-        codes, output = second.ends(), second.log.read_text()
-        assert 0 not in codes
-        assert f"{tmp_path / 'run'} is in use by another run (process {first.pid} on " in output, output
+        second = launch.fork("sft", settings, tmp_path / "log", ranks=2)  # not as a command, whose second rank waits
+        assert second.ends() == [1, 1]
+        sentence = f"Failed: {tmp_path / 'run'} is in use by another run (process {first.pid} on "
+        assert second.log.read_text().count(sentence) == 2, second.log.read_text()
         assert [p.name for p in (tmp_path / "run").iterdir()] == ["run.lock"]
     finally:
         first.kill()
