@@ -1,7 +1,7 @@
 """Make the notebook docs/afternoon.ipynb from docs/afternoon.py. This file also has the functions that the cells call.
 
     python tools/afternoon.py                                # runs all cells, and writes docs/afternoon.ipynb
-    python tools/afternoon.py --short --out afternoon.ipynb  # with fewer steps, which is for tests
+    python tools/afternoon.py --short --out afternoon.ipynb  # with less to train, which is for tests
     python tools/afternoon.py --keep-outputs                 # after a change of the text alone
 
 docs/afternoon.py has the cells as plain Python. A line `# %%` begins a cell of code. A line `# %% [markdown]` begins a
@@ -31,8 +31,10 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "docs" / "afternoon.py"
-FULL = "SFT_STEPS, FIRST_STEPS, STEPS = 450, 10, 30"  # a line of the source
-SHORT = "SFT_STEPS, FIRST_STEPS, STEPS = 60, 2, 1"  # what stands in its place with --short
+SHORT = {  # beginnings of lines of the source, and what stands in their place with --short
+    "SFT_STEPS, FIRST_STEPS, STEPS = 450, 10, 30": "SFT_STEPS, FIRST_STEPS, STEPS = 60, 2, 1",
+    'script(f"data/arithmetic.py ': 'script(f"data/arithmetic.py --num-train 256 ',
+}
 FOLDER = 'FOLDER = "runs/afternoon"'  # another line of the source
 
 COLORS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf"]  # of curves, as in tools/view.html
@@ -47,7 +49,7 @@ class Args:
     folder: Path = Path("runs/afternoon")
     """The cells write data, models and runs into this folder."""
     short: bool = False
-    """Run fewer steps. The notebook then takes less than a minute, and its curves show nothing."""
+    """Make fewer prompts and run fewer steps. The notebook takes less than a minute, and its curves show nothing."""
     keep_outputs: bool = False
     """Run nothing, and take the outputs from the notebook that is there. This is for changes of the text alone."""
 
@@ -284,7 +286,7 @@ def outputs_of(path: Path, cells: Sequence[Cell]) -> dict[str, list[dict[str, An
 def source_of(args: Args) -> str:
     """The source of the notebook with the settings of the flags."""
     source = SOURCE.read_text()
-    for old, new in ((FULL, SHORT if args.short else FULL), (FOLDER, f'FOLDER = "{args.folder}"')):
+    for old, new in [*(SHORT.items() if args.short else ()), (FOLDER, f'FOLDER = "{args.folder}"')]:
         if source.count(f"\n{old}") != 1:
             raise ValueError(f"{SOURCE} needs one line that begins with {old}")
         source = source.replace(f"\n{old}", f"\n{new}")
