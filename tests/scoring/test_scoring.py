@@ -970,7 +970,11 @@ def test_check_finds_rows_without_a_ground_truth_that_a_function_cannot_score(po
 
 
 @pytest.mark.parametrize(
-    ("body", "status"), [("return int(solution_str)", "error"), ("import time; time.sleep(9)", "timeout")]
+    ("body", "status"),
+    [
+        ("return int(solution_str)", "error"),
+        ("import time; time.sleep(0 if solution_str else 9); return 1.0", "timeout"),  # one wait, of all forms tried
+    ],
 )
 def test_check_refuses_a_function_that_fails(pool, write, capfd, body, status):
     scorer = pool(write(f"if data_source == 'good':\n    return 1.0\n{body}"), timeout_s=0.5)
