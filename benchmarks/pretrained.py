@@ -100,6 +100,10 @@ RUNS = {
         "self_distill_group": "train_self_distill_variants.py --hint-from group --teacher ema --loss-mode jsd "
         "--distill-top-k 100",
     },
+    "an agent that works out every step of an answer again, and may ask twice more": {
+        "grpo_agent": 'train_grpo.py --agent "python examples/gsm8k_agent.py" --agents-at-once 256 '
+        "--max-response-length 768",
+    },
     "GRPO with less memory": {
         **{f"lora_{rank}": f"train_grpo.py --lora-rank {rank} --lr 1e-4" for rank in (1, 8, 32)},
         "lora_8_lr_3e-5": "train_grpo.py --lora-rank 8 --lr 3e-5",

@@ -277,7 +277,7 @@ def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among
     first, *jobs = learning.jobs_of(args, "model", learning.NAMES, (3,))
     assert (first.name, first.seed) == ("grpo", 0) and "--save-freq -1" in first.command  # it makes the teacher
     for job in jobs:
-        script, *words = job.command.split()
+        script, *words = shlex.split(job.command)
         x = parsed[job.name] = flags_of(script, words, tiny_model)
         assert (
             x.seed == 3 and x.model == "model" and x.default_local_dir == str(tmp_path / "easy" / job.name / "seed_3")
@@ -663,7 +663,7 @@ def test_pretrained_flags_are_those_of_their_scripts(tiny_model, tmp_path):
     seen = set()
     for task in pretrained.TASKS:
         for job in pretrained.jobs_of(pretrained.Args(task=task), "model"):
-            script, *words = job.command.split()
+            script, *words = shlex.split(job.command)
             if script in SCRIPTS:
                 args = flags_of(script, words, model)
                 seen.add((script, args.train_batch_size * args.rollout_n))
