@@ -50,9 +50,11 @@ def prepare_steps(optimizer: Any, memory: OffloadFlags, device: Any) -> None:
     """From now on an AdamW steps as the flags say: with its moments in host memory, and on all cores of the host
     if its weights are there too. That changes no bit.
     """
-    from extras.offload import host
-
     if memory.optimizer_offload:
+        from extras.offload import host
+
         host.keep_moments_on_host(optimizer, device)
     if memory.home is not None:
+        from extras.offload import host
+
         host.step_on_all_cores(optimizer)
