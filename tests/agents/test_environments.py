@@ -417,6 +417,7 @@ def test_close_leaves_no_process(tmp_path, tokenizer, hf_engine, policy):
     below, first = launch.descendants(made.environments.process.pid), made.environments.process.pid
     assert len(below) == 3 and set(made.pids()) < set(below)
     host = made.partner.pid
+    made.environments.close()  # of this process, which has started them here; those of a run belong to the host
     made.partner.close()
     assert not any(map(launch.alive, [first, host, *below]))
     assert len(made.pids("closed")) == 1  # of the one that did not hang

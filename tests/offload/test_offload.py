@@ -172,6 +172,7 @@ def test_adamw_steps_on_all_cores_if_the_weights_are_on_the_host(monkeypatch, fl
     """Also where torch has one thread, as with vLLM on a GPU, or with several ranks under torchrun."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: set(range(7)))
+    monkeypatch.setattr(torch, "set_num_threads", torch._C.set_num_threads)  # vLLM on a CPU has put a no-op there
     before, memory, seen = torch.get_num_threads(), MemoryRL(**(offload.NO_OFFLOAD | flags)), []
     x, same = (torch.nn.Parameter(torch.linspace(-1, 1, 100_000)) for _ in range(2))
     optimizers = [torch.optim.AdamW([y], lr=0.1, fused=True) for y in (x, same)]
