@@ -1,14 +1,9 @@
 """examples/check_agent.py: what it asks a real server of agents, by the answers that it gets, and its scores."""
 
-import sys
-
-import launch
+import helpers_agents
 import pytest
 
 from examples.check_agent import answer_of, compute_score, is_sound
-from extras.agents.programs.history import Choice
-from extras.agents.programs.requests import answer_to
-from extras.agents.programs.server import Ended, Server
 
 QUESTION = {"role": "user", "content": "4+3-5+2+1=?"}
 GUESS = "#### 6"
@@ -18,19 +13,10 @@ UNGRADED = RIGHT.replace("####", "So")
 
 
 def asked(*answers):
-    """The messages of each request of one agent, which gets these answers, and its exit code."""
-    server, requests = Server(f"{sys.executable} {launch.ROOT / 'examples/check_agent.py'}", 60.0, 1), []
-    try:
-        server.start("an agent", {"prompt": [QUESTION]}, 0)
-        while not isinstance(event := server.inbox.get(timeout=60), Ended):
-            choice = Choice({"role": "assistant", "content": answers[len(requests)]}, "stop", [], [])
-            requests.append(event.body["messages"])
-            assert event.body["max_tokens"] == 40 > len(RIGHT)
-            event.answer.put(answer_to(event.body, [choice], 0, list))
-        assert event.problem is None
-        return requests
-    finally:
-        server.close()
+    """The messages of each request of one agent, which gets these answers."""
+    bodies = helpers_agents.asked("examples/check_agent.py", QUESTION, *answers)
+    assert all(body["max_tokens"] == 40 > len(RIGHT) for body in bodies)
+    return [body["messages"] for body in bodies]
 
 
 def said(text):

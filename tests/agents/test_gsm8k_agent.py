@@ -1,14 +1,9 @@
 """examples/gsm8k_agent.py: what it finds wrong, and what it asks a real server of agents after each answer."""
 
-import sys
-
-import launch
+import helpers_agents
 import pytest
 
 from examples.gsm8k_agent import problem_of
-from extras.agents.programs.history import Choice
-from extras.agents.programs.requests import answer_to
-from extras.agents.programs.server import Ended, Server
 
 QUESTION = {"role": "user", "content": "Natalia sold 48 clips in April, and half as many in May. How many in all?"}
 RIGHT = "She sold 48/2 = 24 in May.\nThat makes 48+24 = $72.\n#### 72"
@@ -40,17 +35,7 @@ def test_what_is_wrong_with_an_answer(text, problem):
 
 def asked(*answers):
     """The messages of each request of one agent, which gets these answers."""
-    server, requests = Server(f"{sys.executable} {launch.ROOT / 'examples/gsm8k_agent.py'}", 60.0, 1), []
-    try:
-        server.start("an agent", {"prompt": [QUESTION]}, 0)
-        while not isinstance(event := server.inbox.get(timeout=60), Ended):
-            choice = Choice({"role": "assistant", "content": answers[len(requests)]}, "stop", [], [])
-            requests.append(event.body["messages"])
-            event.answer.put(answer_to(event.body, [choice], 0, list))
-        assert event.problem is None
-        return requests
-    finally:
-        server.close()
+    return [body["messages"] for body in helpers_agents.asked("examples/gsm8k_agent.py", QUESTION, *answers)]
 
 
 def test_it_tells_what_is_wrong_and_at_last_begins_anew():
