@@ -155,8 +155,8 @@ def init_ranks(precision: Precision = "auto") -> Ranks:
         os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # for code that joins the world without `Ranks`
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # else gloo listens where the machine's name leads
-    # torch gets host memory for large tensors in pages of 2 MiB. With --param-offload, FSDP2 copies the gradients of
-    # every micro-batch into fresh memory. In pages of 4 KiB the kernel hands that out more slowly than a GPU sends it.
+    # torch gets host memory for large tensors in pages of 2 MiB. With --param-offload, moments and gradients are there.
+    # In pages of 4 KiB the kernel hands that memory out more slowly than a GPU sends what goes there.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     use_cuda = torch.cuda.is_available()
     where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")

@@ -1,8 +1,12 @@
 """Host memory for what belongs to a model: weights and gradients for good, moments between steps, all for a while."""
 
+import contextlib
+import functools
 import mmap
 import os
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,15 +15,77 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from rl.model.sharding import own_part, with_part
 
+CHUNK = 2**24  # numbers of a gradient that come back to the device at a time, where another micro-batch's are added
+# What `keep_gradients` has to find in FSDP2: attributes of its groups of parameters, and of each parameter.
+OF_GROUPS = "post_backward", "fsdp_params", "device_handle"
+OF_PARAMETERS = "sharded_param", "offload_to_cpu", "to_sharded_dtensor", "grad_offload_event"
+
 
 class HostMemory:
     """The home of a model of --param-offload, see `rl.model.sharding.Memory`."""
 
     policy = CPUOffloadPolicy(pin_memory=False)
 
-    def empty_like(self, like: Tensor, device: torch.device) -> Tensor:
-        """Room for a weight: FSDP2 would pin twice as much as a weight takes."""
-        return _pinned(like, device)
+    def move_in(self, model: nn.Module) -> Callable[..., Tensor]:
+        """Give a place on the host to each gradient of a model that FSDP2 shards. Returns a function of (tensor,
+        device) that makes room for a weight, since FSDP2 would pin twice as much as a weight takes.
+        """
+        for module in model.modules():
+            for group in groups_of(module):
+                keep_gradients(group)
+        return _pinned
+
+
+def groups_of(unit: Any) -> list[Any]:
+    """FSDP2's groups of parameters of a unit, or none if it has no attribute where a version that is known has them."""
+    state = getattr(unit, "_get_fsdp_state", lambda: None)()
+    # torch 2.13 and newer have a list, and older versions one group or none.
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
+def keep_gradients(group: Any) -> None:
+    """From now on each gradient of a group has one place in host memory, pinned if there is a GPU. That changes no bit.
+
+    FSDP2 would copy the gradients of every micro-batch to new memory, which the kernel has to find and to clear, and it
+    would wait for each copy. Here the gradients of several micro-batches are added up on the device. This does nothing
+    to a group of a version of FSDP2 that has other attributes.
+    """
+    known = {OF_GROUPS: [group], OF_PARAMETERS: getattr(group, "fsdp_params", [])}
+    if not all(hasattr(x, name) for names, xs in known.items() for x in xs for name in names):
+        return
+    own_post_backward = group.post_backward
+    places: dict[Any, Tensor] = {}  # by parameter
+
+    def take(x: Any, before: Tensor | None, grad: Tensor) -> Tensor:
+        """Takes the place of `to_sharded_dtensor`, which FSDP2 calls in the stream that has reduced a gradient. FSDP2
+        waits for the event before a backward pass ends.
+        """
+        if before is not None:
+            for new, old in zip(grad.view(-1).split(CHUNK), own_part(before).reshape(-1).split(CHUNK), strict=True):
+                new += old.to(new.device, non_blocking=True)
+        if x not in places:
+            places[x] = _pinned(grad, grad.device)
+        places[x].copy_(grad, non_blocking=True)
+        x.grad_offload_event = group.device_handle.current_stream().record_event()
+        return type(x).to_sharded_dtensor(x, places[x])
+
+    def post_backward(*unused: Any) -> None:
+        # To gradients that it finds, FSDP2 would add on the host. It may not copy new ones there either.
+        before = {x: x.sharded_param.grad for x in group.fsdp_params}
+        for x, grad in before.items():
+            x.sharded_param.grad, x.offload_to_cpu = None, False
+            x.to_sharded_dtensor = functools.partial(take, x, grad)
+        try:
+            own_post_backward(*unused)
+        finally:
+            for x, grad in before.items():
+                x.offload_to_cpu = True
+                del x.to_sharded_dtensor
+                if x.sharded_param.grad is None:  # this micro-batch had none for it
+                    x.sharded_param.grad = grad
+
+    group.post_backward = post_backward
 
 
 def offload(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -96,7 +162,11 @@ def step_on_all_cores(optimizer: torch.optim.AdamW) -> None:
 
 def _pinned(like: Tensor, device: torch.device) -> Tensor:
     """Host memory for a tensor, pinned if `device` is a GPU: torch's own pinned memory comes in powers of two."""
-    pages = np.frombuffer(mmap.mmap(-1, max(1, like.nbytes), mmap.MAP_PRIVATE), np.uint8)
+    memory = mmap.mmap(-1, max(1, like.nbytes), mmap.MAP_PRIVATE)
+    if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1":  # as torch's own memory on the host, see `rl.ranks.init_ranks`
+        with contextlib.suppress(OSError):  # a kernel that has no large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    pages = np.frombuffer(memory, np.uint8)
     if device.type == "cuda":
         cudart, address = torch.cuda.cudart(), pages.ctypes.data
         torch.cuda.check_error(cudart.cudaHostRegister(address, pages.nbytes, 0))

@@ -60,7 +60,7 @@ class Memory:
     dtype: Precision = "auto"
 
     # Where weights and gradients live if that is not the device. It has a `policy` for FSDP2, and a method
-    # `empty_like(tensor, device)` that makes room for a weight. See extras/offload.
+    # `move_in(model)` that returns a function of (tensor, device), which makes room for a weight. See extras/offload.
     home = None
 
 
@@ -157,7 +157,7 @@ def apply_fsdp(model: nn.Module, units: Sequence[nn.Module], ranks: Ranks, memor
             reshard_after_forward=False if is_whole else None,
             ignored_params=unsharded,
         )
-    make = memory.home.empty_like if memory.home else torch.empty_like
+    make = memory.home.move_in(model) if memory.home else torch.empty_like
     for name, x in model.named_parameters():
         if name in on_host:
             part = make(own_part(x), device=ranks.device)

@@ -220,17 +220,20 @@ LARGE = """
 import re
 import train_grpo
 import torch
+from extras.offload import host
 from rl.ranks import init_ranks
 init_ranks()
-at = (x := torch.ones(64 << 20, dtype=torch.uint8)).data_ptr()
+x = torch.ones(64 << 20, dtype=torch.uint8)
+places = [x.data_ptr(), (y := host._pinned(x, torch.device("cpu"))).data_ptr()]
 for part in re.split("^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read(), flags=re.M)[1:]:
     begin, end = (int(y, 16) for y in part.split()[0].split("-"))
-    if begin <= at < end:
-        print("hg" in part.split("VmFlags:")[1].split())
+    for at in places:
+        if begin <= at < end:
+            print("hg" in part.split("VmFlags:")[1].split())
 """
 
 
 def test_large_tensors_of_the_host_are_asked_for_in_large_pages():
-    """The kernel notes it as "hg", also where it has none to give."""
-    assert launch.run("-c", LARGE).split()[-1] == "True"
-    assert launch.run("-c", LARGE, THP_MEM_ALLOC_ENABLE="0").split()[-1] == "False"
+    """Those of torch, and those that are pinned. The kernel notes it as "hg", also where it has none to give."""
+    assert launch.run("-c", LARGE).split()[-2:] == ["True", "True"]
+    assert launch.run("-c", LARGE, THP_MEM_ALLOC_ENABLE="0").split()[-2:] == ["False", "False"]

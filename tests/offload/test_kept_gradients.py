@@ -1,0 +1,171 @@
+"""Gradients of --param-offload have one place each in host memory: no bit of what is learned changes.
+
+On a CPU all memory is the host's, and FSDP2 runs the same lines as with a GPU.
+"""
+
+from types import SimpleNamespace
+
+import helpers_scripts as h
+import launch
+import pytest
+import torch
+from kept_ranks import BAD, DEVICE, FSDP2, KEPT, Learner, loaded
+from test_offload import end_of
+
+import train_ppo
+from extras.offload import host
+from rl.flags import build
+from rl.model.sharding import own_part, with_part
+from rl.ranks import init_ranks
+
+pytestmark = pytest.mark.usefixtures("runs_here")
+
+
+def check_same(seen):
+    """The three ways learn alike, one update is skipped, and gradients are kept in one place, which FSDP2 alone does
+    not do.
+    """
+    for way in (FSDP2, KEPT):
+        for kind in ("norms", "gradients"):
+            torch.testing.assert_close(seen[way][kind], seen[DEVICE][kind], rtol=0, atol=0, equal_nan=True)
+        h.assert_same(seen[way]["weights"], seen[DEVICE]["weights"])
+    assert all(seen[KEPT]["gradients"])
+    finite = [bool(torch.tensor(x).isfinite()) for x in seen[DEVICE]["norms"]]
+    assert finite == [number != BAD for number in range(len(finite))]
+    assert len(seen[KEPT]["places"]) == 3 * len(finite) and seen[KEPT]["places"][-1]
+
+
+def places(seen):
+    """The places of gradients after each of the micro-batches that had gradients."""
+    return [tuple(x) for x in seen["places"] if x]
+
+
+@pytest.mark.parametrize("flags", [{}, {"ties": False}, {"learning": "self_attn"}], ids=["all", "untied", "few"])
+def test_a_model_learns_the_same_bits_and_its_gradients_stay_where_they_are(tiny_model, monkeypatch, flags):
+    monkeypatch.setattr(host, "CHUNK", 100)  # several per parameter
+    ranks, seen = init_ranks(), {}
+    for way in (DEVICE, FSDP2, KEPT):
+        learner = Learner(loaded(tiny_model, ranks, way, **flags), ranks)
+        for number in range(4):
+            learner.update(number)
+        seen[way] = learner.results()
+        groups = [group for x in learner.policy.modules() for group in host.groups_of(x)]
+        assert all(("post_backward" in vars(group)) == (way == KEPT) for group in groups) and groups
+        restored = [x for group in groups for x in group.fsdp_params]
+        assert all(x.offload_to_cpu == (way != DEVICE) and "to_sharded_dtensor" not in vars(x) for x in restored)
+    check_same(seen)
+    assert len(set(places(seen[KEPT]))) == 1 and len(set(places(seen[FSDP2]))) > 1
+    assert all(x % 4096 == 0 for x in seen[KEPT]["places"][0])
+
+
+def test_two_models_of_one_process_take_turns(tiny_model):
+    """As a policy and its critic, each with its gradients there while the other's are computed."""
+    ranks, seen = init_ranks(), {}
+    for way in (DEVICE, FSDP2, KEPT):
+        first, second = (Learner(loaded(tiny_model, ranks, way), ranks) for _ in range(2))
+        for number in range(3):
+            second.update(number + 1)
+            first.update(number)
+        seen[way] = [first.results(), second.results()]
+    check_same({way: first for way, (first, _) in seen.items()})
+    for way in (FSDP2, KEPT):
+        h.assert_same(seen[way][1]["weights"], seen[DEVICE][1]["weights"])
+    used = [set(places(x)) for x in seen[KEPT]]
+    assert [len(x) for x in used] == [1, 1] and not set(*used[0]) & set(*used[1])
+
+
+def test_gradients_that_are_there_are_added_to(tiny_model):
+    """First others than the kept ones, then zeros in the kept ones, and then what an update has left there."""
+    ranks, seen = init_ranks(), {}
+    for way in (FSDP2, KEPT):
+        learner = Learner(loaded(tiny_model, ranks, way), ranks)
+        for x in learner.policy.parameters():
+            x.grad = with_part(x, torch.full_like(own_part(x.detach()), 2.0))
+        learner.add_gradients(0)
+        learner.optimizer.zero_grad(set_to_none=False)
+        learner.add_gradients(2)
+        learner.add_gradients(3)
+        seen[way] = learner.results()
+    assert seen[KEPT]["norms"] == seen[FSDP2]["norms"]
+    assert seen[KEPT]["norms"][0] > seen[KEPT]["norms"][1]
+    for one, two in zip(seen[KEPT]["gradients"], seen[FSDP2]["gradients"], strict=True):
+        h.assert_same(one, two)
+    assert len(set(places(seen[KEPT]))) == 1
+
+
+def test_a_backward_pass_that_fails_leaves_everything_as_it_was(tiny_model, monkeypatch):
+    """As one that does not fit on the GPU, after which the rehearsal tries a smaller one."""
+    ranks = init_ranks()
+    fails = Learner(loaded(tiny_model, ranks, KEPT), ranks)
+    pinned, calls = host._pinned, []
+
+    def no_room(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise torch.OutOfMemoryError("no room")
+        return pinned(*args)
+
+    monkeypatch.setattr(host, "_pinned", no_room)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        fails.update(0)
+    groups = [group for x in fails.policy.modules() for group in host.groups_of(x)]
+    parameters = [x for group in groups for x in group.fsdp_params]
+    assert all(x.offload_to_cpu and "to_sharded_dtensor" not in vars(x) for x in parameters) and parameters
+    assert any(x.grad is not None for x in fails.policy.parameters())
+
+
+def test_ranks_learn_the_same_bits_and_a_parameter_without_a_gradient_keeps_the_one_that_it_has(task, tmp_path):
+    """Two ranks, which share a copy of the model or have one each. A parameter has fewer rows than there are ranks."""
+    launch.run_file("tests/offload/kept_ranks.py", task.model, tmp_path, nproc=2)
+    for rank in range(2):
+        seen = torch.load(tmp_path / f"rank{rank}.pt")
+        # x is 1, 2 and 3 on rank 0, and twice that on rank 1.
+        expected = [(5 * 3.0, 30.0, 15.0), (5 * 9.0, 30.0, 45.0), (5 * 18.0, 120.0, 90.0)]
+        for found, (always, sometimes, one) in zip(seen.pop("by hand"), expected, strict=True):
+            assert torch.equal(found["always"], torch.full((3,), always))
+            assert torch.equal(found["sometimes"], torch.full((5,), sometimes))
+            assert torch.equal(found["one"], torch.full((1,), one))
+        cases = {flags for flags, _ in seen}
+        assert len(cases) == 3
+        for flags in cases:
+            found = {way: seen[flags, way] for way in (DEVICE, FSDP2, KEPT)}
+            check_same(found)
+            assert len(set(places(found[KEPT]))) == 1
+
+
+@pytest.mark.parametrize("lora_rank", h.some([0, 4], 0))
+def test_ppo_learns_the_same_bits_with_weights_and_gradients_on_the_host(task, tmp_path, lora_rank):
+    """A policy with adapters or without, its reference and its critic, and a run that is resumed."""
+    settings = dict(
+        lora_rank=lora_rank, lr=1e-2, use_kl_loss=True, total_training_steps=2, ppo_max_token_len_per_gpu=130
+    )
+
+    def train(name, **changes):
+        train_ppo.main(build(train_ppo.Args, **h.ppo_settings(task, tmp_path / name, **settings | changes)))
+        h.leave_distributed()
+        return tmp_path / name
+
+    expected = end_of(train("device"), 2)
+    train("host", total_training_steps=1, param_offload=True)
+    for one, two in zip(end_of(train("host", param_offload=True), 2), expected, strict=True):
+        assert one == two if isinstance(one, list) else h.assert_same(one, two) is None
+
+
+@pytest.mark.parametrize("lacks", ["post_backward", "fsdp_params", "device_handle", "to_sharded_dtensor", "nothing"])
+def test_a_version_of_fsdp2_with_other_names_goes_its_own_way(lacks):
+    """Made-up objects, as torch 2.11 has them: one group of parameters, or none."""
+    names = {"sharded_param", "offload_to_cpu", "to_sharded_dtensor", "grad_offload_event"} - {lacks}
+    group = {"post_backward": print, "fsdp_params": [SimpleNamespace(**dict.fromkeys(names))], "device_handle": None}
+    group = SimpleNamespace(**{name: x for name, x in group.items() if name != lacks})
+    unit = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_group=group))
+    assert host.groups_of(unit) == [group]
+    host.keep_gradients(group)
+    assert (getattr(group, "post_backward", print) is print) == (lacks != "nothing")
+
+
+def test_a_unit_may_have_no_group_of_parameters():
+    """As it is said by torch 2.13, by torch 2.11, and by a version that nobody knows."""
+    states = SimpleNamespace(_fsdp_param_groups=[]), SimpleNamespace(_fsdp_param_group=None), SimpleNamespace()
+    for state in states:
+        assert host.groups_of(SimpleNamespace(_get_fsdp_state=lambda state=state: state)) == []
+    assert host.groups_of(torch.nn.Linear(1, 1)) == []
