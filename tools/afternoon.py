@@ -34,6 +34,9 @@ SOURCE = ROOT / "docs" / "afternoon.py"
 SHORT = {  # beginnings of lines of the source, and what stands in their place with --short
     "SFT_STEPS, FIRST_STEPS, STEPS = 450, 10, 30": "SFT_STEPS, FIRST_STEPS, STEPS = 60, 2, 1",
     'script(f"data/arithmetic.py ': 'script(f"data/arithmetic.py --num-train 256 ',
+    '    "train_batch_size": 32,': '    "train_batch_size": 4,',
+    'pairs = train(f"{FOLDER}/pairs", total_training_steps=STEPS, **FLAGS | {"train_batch_size": 128,': "pairs = "
+    'train(f"{FOLDER}/pairs", total_training_steps=STEPS, **FLAGS | {"train_batch_size": 16,',
 }
 FOLDER = 'FOLDER = "runs/afternoon"'  # another line of the source
 
