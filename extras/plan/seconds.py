@@ -40,7 +40,7 @@ HIDDEN_BEHIND = 0.63  # share of that communication that goes on behind computat
 BUS = 0.66  # share of the bandwidth to the host
 LAYER_PASS_S = 6.5e-3  # of the host, for forward and backward of a layer, however few tokens are in a micro-batch
 DATA_S = 0.05  # of a step that samples nothing, for its rows
-HOST_ADAMW = 2e8  # parameters that AdamW steps per second on the host of one GPU
+HOST_ADAMW = 1e9  # parameters per second whose gradients 16 cores of the host clip, and that their AdamW steps
 
 
 # --- decoding
@@ -154,7 +154,10 @@ def pass_s(model: Model, load: Load, way: Way, card: Card, work: Pass, *, learns
     summed = 4 * sum(model.learned) if learns else 0
     sent = 0.0
     if way.param_offload:
-        sent = work.micro_batches * (gathers / shards + summed / shards) / (BUS * card.bus_gb_s * 1e9)
+        # Weights go over the bus as they are kept. Gradients go to the host, and from the second micro-batch on those
+        # that are there come to the GPU first, where they are added up.
+        both_ways = _kept(model) / 2 * gathers * work.micro_batches + summed * (2 * work.micro_batches - 1)
+        sent = both_ways / shards / (BUS * card.bus_gb_s * 1e9)
     if shards > 1:
         over = (card.link_gb_s if shards <= load.local else card.network_gb_s) * 1e9 * LINK
         exposed = work.micro_batches * (gathers + summed) * (shards - 1) / shards / over
@@ -181,9 +184,13 @@ def _weights_moved(model: Model, shards: int, *, learns: bool) -> float:
     fp32, and adds a rank's part of them to those of other micro-batches.
     """
     learned = sum(model.learned)
-    kept = 2 if model.rank or not learned else 4
-    gathered = model.sizes.total * (kept / shards + 2 + 2)
+    gathered = model.sizes.total * (_kept(model) / shards + 2 + 2)
     return 2 * gathered + learned * (2 + 2 + 4 + 12 / shards) if learns else gathered
+
+
+def _kept(model: Model) -> int:
+    """Bytes in which each weight is kept: float32 if all learn, or 16 bits."""
+    return 2 if model.rank or not sum(model.learned) else 4
 
 
 def step_s(model: Model, load: Load, way: Way, card: Card) -> float:
