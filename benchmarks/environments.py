@@ -86,6 +86,8 @@ class Args:
     """These tasks are run."""
     ways: tuple[Literal[*WAYS], ...] = WAYS
     """These ways of each task are run, if it has them."""
+    steps: int | None = None
+    """Runs have this many steps. By default each task says how many."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """train_grpo.py runs with each of these seeds. Data and SFT have seed 0."""
     engine: str = "vllm"
@@ -117,12 +119,13 @@ def read_jsonl(path: Path) -> list[dict]:
 def commands(name: str, way: str, seed: int, args: Args) -> dict[str, tuple[str, Path]]:
     """Data, SFT, a run and its evaluation, in this order: each command, and the folder that it is finished in."""
     task, folder = TASKS[name], args.work_dir / name
+    steps = args.steps or task.steps
     files, own = folder / "data/files", folder / f"{way}_{seed}"
     flags = f"--val-files {files}/test.parquet --engine {args.engine} {task.both} {task.ways[way]}"
     sft = f"sft.py --model {files}/model --train-files {files}/sft.parquet {SFT}"
     train = f"{task.trains.get(way, 'train_grpo.py')} --model {folder}/sft/run/global_step_{task.sft_steps}/huggingface"
-    train = f"{train} --train-files {files}/train.parquet {flags} {TRAIN} {seed} --total-training-steps {task.steps}"
-    evaluate = f"eval.py --model {own}/run/global_step_{task.steps}/huggingface {flags} --seed {seed}"
+    train = f"{train} --train-files {files}/train.parquet {flags} {TRAIN} {seed} --total-training-steps {steps}"
+    evaluate = f"eval.py --model {own}/run/global_step_{steps}/huggingface {flags} --seed {seed}"
     return {
         "data": (f"data/{task.data} --output-dir {files}", folder / "data"),
         "sft": (f"{sft} --total-training-steps {task.sft_steps} --default-local-dir {folder}/sft/run", folder / "sft"),
@@ -136,7 +139,7 @@ def learn(name: str, way: str, seed: int, args: Args) -> dict:
     made = commands(name, way, seed, args)
     for command, folder in made.values():
         run(command, folder)
-    steps, own = TASKS[name].steps, made["train"][1]
+    steps, own = args.steps or TASKS[name].steps, made["train"][1]
     accuracy = {x["step"]: x["val/accuracy"] for x in read_jsonl(own / "run/metrics.jsonl") if "val/accuracy" in x}
     scores = [x.get("acc", x["score"]) or 0.0 for x in read_jsonl(own / "eval/responses.jsonl")]
     found = {"run": f"{name}_{way}", "seed": seed, "accuracy": accuracy, "num_prompts": len(scores)}
