@@ -5,7 +5,8 @@ import functools
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,11 @@ class HostMemory:
     policy = CPUOffloadPolicy(pin_memory=False)
 
     def move_in(self, model: nn.Module) -> Callable[..., Tensor]:
-        """Give a place on the host to each gradient of a model that FSDP2 shards. Returns a function of (tensor,
-        device) that makes room for a weight, since FSDP2 would pin twice as much as a weight takes.
+        """Give a place on the host to each gradient of a model that FSDP2 shards. They are clipped by all cores.
+        Returns a function of (tensor, device) that makes room for a weight, since FSDP2 would pin twice as much as a
+        weight takes.
         """
+        model.clip_gradients = clip_on_all_cores
         for module in model.modules():
             for group in groups_of(module):
                 keep_gradients(group)
@@ -149,15 +152,42 @@ def step_on_all_cores(optimizer: torch.optim.AdamW) -> None:
     worker sets the number of torch's threads in this process to 1.
     """
     own_step = optimizer.step
-    cores = max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"]))
 
     def step() -> None:
-        before = torch.get_num_threads()
-        torch.set_num_threads(cores)
-        own_step()
-        torch.set_num_threads(before)
+        with all_cores():
+            own_step()
 
     optimizer.step = step
+
+
+def clip_on_all_cores(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """What `torch.nn.utils.clip_grad_norm_` does, by all cores of this rank. That changes no bit.
+
+    torch computes the norm of a tensor on the host by one core. So here the norms of different gradients are computed
+    at the same time. Each stands for its gradient when the total is computed, since the norm of one number is its size.
+    """
+    parameters = [x for x in parameters if x.grad is not None]
+
+    def norm(x: nn.Parameter) -> Tensor:
+        return with_part(x.grad, torch.linalg.vector_norm(own_part(x.grad)).reshape(1))
+
+    with all_cores() as cores, ThreadPoolExecutor(cores) as pool:
+        total = nn.utils.get_total_norm(list(pool.map(norm, parameters)))
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
+@contextlib.contextmanager
+def all_cores() -> Iterator[int]:
+    """Let torch use all cores of this rank for a while: those that the process may use, divided by the ranks of the
+    machine. Yields how many these are.
+    """
+    cores, before = len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"]), torch.get_num_threads()
+    torch.set_num_threads(max(1, cores))
+    try:
+        yield max(1, cores)
+    finally:
+        torch.set_num_threads(before)
 
 
 def _pinned(like: Tensor, device: torch.device) -> Tensor:

@@ -60,7 +60,8 @@ class Memory:
     dtype: Precision = "auto"
 
     # Where weights and gradients live if that is not the device. It has a `policy` for FSDP2, and a method
-    # `move_in(model)` that returns a function of (tensor, device), which makes room for a weight. See extras/offload.
+    # `move_in(model)` that returns a function of (tensor, device), which makes room for a weight. It may also give the
+    # model a `clip_gradients` to be used instead of torch's clip_grad_norm_. See extras/offload.
     home = None
 
 
@@ -270,7 +271,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     for x in model.parameters():
         if scale and x.grad is not None:
             x.grad.div_(scale.scale)
-    total = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    # A `home` may have a way of its own, see `Memory`.
+    total = getattr(model, "clip_gradients", nn.utils.clip_grad_norm_)(model.parameters(), max_norm)
     norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
     if scale and scale.overflowed(norm):
         model.zero_grad(set_to_none=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from kept_ranks import BAD, DEVICE, FSDP2, KEPT, Learner, loaded
 from test_offload import end_of
+from torch import nn
 
 import train_ppo
 from extras.offload import host
@@ -51,6 +52,7 @@ def test_a_model_learns_the_same_bits_and_its_gradients_stay_where_they_are(tiny
         seen[way] = learner.results()
         groups = [group for x in learner.policy.modules() for group in host.groups_of(x)]
         assert all(("post_backward" in vars(group)) == (way == KEPT) for group in groups) and groups
+        assert hasattr(learner.policy, "clip_gradients") == (way != DEVICE)
         restored = [x for group in groups for x in group.fsdp_params]
         assert all(x.offload_to_cpu == (way != DEVICE) and "to_sharded_dtensor" not in vars(x) for x in restored)
     check_same(seen)
@@ -149,6 +151,25 @@ def test_ppo_learns_the_same_bits_with_weights_and_gradients_on_the_host(task, t
     train("host", total_training_steps=1, param_offload=True)
     for one, two in zip(end_of(train("host", param_offload=True), 2), expected, strict=True):
         assert one == two if isinstance(one, list) else h.assert_same(one, two) is None
+
+
+@pytest.mark.parametrize("ranks_here", [1, 10**6])
+def test_gradients_are_clipped_by_all_cores_as_by_torch(monkeypatch, ranks_here):
+    """With more ranks than cores, each has one core. A gradient may have no elements, and one may be missing."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
+    xs, before = [nn.Parameter(torch.zeros(n)) for n in (2, 1, 0, 5)], torch.get_num_threads()
+    xs[0].grad, xs[1].grad, xs[2].grad = torch.tensor([1.0, 2.0]), torch.tensor([-2.0]), torch.zeros(0)
+    assert host.clip_on_all_cores(iter(xs), 6.0) == 3 and xs[0].grad.tolist() == [1, 2]
+    assert host.clip_on_all_cores(iter(xs), 1.0) == 3 and xs[3].grad is None
+    torch.testing.assert_close(xs[0].grad, torch.tensor([1 / 3, 2 / 3]))
+    assert host.clip_on_all_cores([], 1.0) == 0 and torch.get_num_threads() == before
+    others = []
+    for x in (ys := [nn.Parameter(torch.zeros(n)) for n in (5000, 70_000, 1)]):
+        x.grad = torch.randn(x.shape)
+        others.append(nn.Parameter(x.detach()))
+        others[-1].grad = x.grad.clone()
+    assert torch.equal(host.clip_on_all_cores(ys, 0.5), nn.utils.clip_grad_norm_(others, 0.5))
+    assert all(torch.equal(x.grad, y.grad) for x, y in zip(ys, others, strict=True))
 
 
 @pytest.mark.parametrize("lacks", ["post_backward", "fsdp_params", "device_handle", "to_sharded_dtensor", "nothing"])
