@@ -114,6 +114,7 @@ RUNS = {
         for rank in (8, 32)
         for lr in ("5e-5", "2e-4")
     },
+    "GRPO in float16": {"grpo_fp16": "train_grpo.py --dtype float16"},
     "GRPO with mini-batches at random, as TRL's": {"grpo_mixed": "train_grpo_variants.py --shuffle-mini-batches"},
     "GRPO with one setting changed": {
         "grpo_lr_1e-6": "train_grpo.py --lr 1e-6",
