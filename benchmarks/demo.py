@@ -30,6 +30,8 @@ class Args:
     """SFT makes this many steps of 128 demonstrations."""
     grpo_steps: int = 60
     """GRPO makes this many steps of 32 prompts x 8 responses."""
+    held_out: int = 512
+    """Each evaluation answers this many prompts that nothing is trained on."""
     seed: int = 0
     """The seed decides the data, the weights and both runs."""
 
@@ -77,7 +79,8 @@ def main(args: Args) -> dict[str, float]:
     shutil.rmtree(folder, ignore_errors=True)
     start = time.perf_counter()
     limits = "--max-prompt-length 32 --max-response-length 40"
-    run(f"data/arithmetic.py --output-dir {data} --num-sft {args.sft_steps * 128} --seed {args.seed}")
+    sizes = f"--num-sft {args.sft_steps * 128} --num-test {args.held_out}"
+    run(f"data/arithmetic.py --output-dir {data} {sizes} --seed {args.seed}")
     seconds_sft = run(
         f"sft.py --model {data}/model --train-files {data}/sft.parquet --max-length 128 "
         f"--default-local-dir {folder}/sft --lr 4e-3 --beta2 0.98 --lr-warmup-steps 30 "
@@ -113,7 +116,7 @@ def main(args: Args) -> dict[str, float]:
     plot(lines, folder / "curve.png")
     print(f"\n{'':34}{'after SFT':>10}{'after GRPO':>12}")
     before, after = summary["accuracy_before"], summary["accuracy_after"]
-    print(f"{'held-out accuracy, greedy (512)':34}{before:>10.3f}{after:>12.3f}")
+    print(f"{f'held-out accuracy, greedy ({args.held_out})':34}{before:>10.3f}{after:>12.3f}")
     first, last = summary["reward_first_step"], summary["reward_last_step"]
     print(f"{'training reward, first/last step':34}{first:>10.3f}{last:>12.3f}")
     print(f"{'seconds, start-up included':34}{summary['seconds_sft']:>10.0f}{summary['seconds_grpo']:>12.0f}")

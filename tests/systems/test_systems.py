@@ -23,7 +23,8 @@ HIDDEN = {"PYTHONPATH": f"{ELSEWHERE}:{ROOT}"}
 def demo(tmp_path_factory) -> tuple[Path, str]:
     """The folder of a short demo without vLLM and Linux, and what it printed."""
     folder = tmp_path_factory.mktemp("demo") / "run"
-    output = launch.run("benchmarks/demo.py", "--run-dir", folder, "--sft-steps", 4, "--grpo-steps", 2, **HIDDEN)
+    short = ("--sft-steps", 4, "--grpo-steps", 2, "--held-out", 32)
+    output = launch.run("benchmarks/demo.py", "--run-dir", folder, *short, **HIDDEN)
     return folder, output
 
 
