@@ -3,7 +3,10 @@
 import gc
 import importlib
 import re
+import sys
 from collections.abc import Iterator
+
+import uncollected  # noqa: F401  # isort: skip
 
 import helpers_scripts as h
 import launch
@@ -91,13 +94,34 @@ LONGEST = (
 torch.set_num_threads(1)  # as in the runs that tests start: two threads add up in another order, to other bits
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node) -> None:
+    """pytest-xdist is about to start a worker. Workers of the whole suite fork from the same process, since it takes
+    ten seconds of a core to start one.
+    """
+    if node.config.args_source is pytest.Config.ArgsSource.TESTPATHS and sys.platform == "linux":
+        node.workerinput["server"] = launch.start_server()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers of the whole suite share the process that they fork from. Each begins to collect at another folder: one
+    of them rewrites the assertions of a file, and those that come later read what it wrote.
+    """
+    worker = getattr(config, "workerinput", {})
+    if "server" in worker:
+        launch.use_server(*worker["server"])
+        folders = sorted({str(path.parent) for path in launch.TESTS.glob("*/test_*.py")})
+        start = int(worker["workerid"].removeprefix("gw")) * len(folders) // worker["workercount"] % len(folders)
+        config.args = folders[start:] + folders[:start]
+
+
 @pytest.hookimpl(tryfirst=True)  # before the tests that -m leaves out are dropped
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first; `--no-loadscope-reorder` makes xdist keep this order. Tests that promises.md names get
     their mark.
     """
     place = {name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+    items.sort(key=lambda item: (place.get(item.path.stem, len(LONGEST)), item.path))
     promised = set(re.findall(r"`(test_\w+::test_\w+)`", (launch.TESTS / "promises.md").read_text()))
     for item in items:
         if f"{item.path.stem}::{item.name.partition('[')[0]}" in promised:

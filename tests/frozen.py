@@ -17,3 +17,4 @@ if "vllm.model_executor.models.registry" in sys.modules:
 
 gc.collect()
 gc.freeze()
+gc.enable()  # see uncollected.py

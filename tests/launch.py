@@ -14,6 +14,7 @@ import importlib
 import itertools
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import re
 import runpy
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,7 +142,8 @@ def run_elsewhere(*command: object, cwd: str | Path) -> str:
 # Forks of a process that has imported everything
 
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = [*SCRIPTS, "transformers.models.qwen2.modeling_qwen2", "torch.testing", "pytest", "helpers_scripts"]
+PRELOADED = ["uncollected", *SCRIPTS]
+PRELOADED += ["transformers.models.qwen2.modeling_qwen2", "torch.testing", "pytest", "helpers_scripts"]
 # What an engine of vLLM imports, eight seconds of a core; where it is not installed nothing happens.
 PRELOADED += ["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2"]
 PRELOADED += ["frozen"]
@@ -216,23 +218,47 @@ def _fork(nproc: int, log: Path, env: dict[str, str], target: Callable, *argumen
     """Call `target` on `nproc` ranks, or with nproc 0 in one process that is not a rank, and in this environment."""
     (port,) = free_ports(1)
     world = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    kept = os.environ.copy()
-    os.environ |= SETTINGS | {
-        "PYTHONPATH": PATHS,
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }  # as rl/sampling/engines/vllm.py imports it
-    try:
-        CONTEXT.set_forkserver_preload(PRELOADED)  # the first start imports them, with this environment
+    with _as_preloaded():  # the first start imports what is preloaded
         processes = []
         for rank in range(max(nproc, 1)):
             own = {name: str(x) for name, x in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()} if nproc else {}
             processes.append(CONTEXT.Process(target=_child, args=(env | own, log, target, arguments)))
             processes[-1].start()
             _started.append(processes[-1])
+    return Forked(processes, log)
+
+
+@contextlib.contextmanager
+def _as_preloaded() -> Iterator[None]:
+    """The environment in which modules are preloaded."""
+    kept = os.environ.copy()
+    os.environ |= SETTINGS | {
+        "PYTHONPATH": PATHS,
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }  # as rl/sampling/engines/vllm.py imports it
+    try:
+        CONTEXT.set_forkserver_preload(PRELOADED)
+        yield
     finally:
         os.environ.clear()
         os.environ.update(kept)
-    return Forked(processes, log)
+
+
+def start_server() -> tuple[str, str]:
+    """Start the process that others are forked from, before there is anything to fork. Returns its address, and a file
+    that keeps it alive as long as any process has it open.
+    """
+    with _as_preloaded():
+        multiprocessing.forkserver.ensure_running()
+    server = multiprocessing.forkserver._forkserver
+    return server._forkserver_address, f"/proc/{os.getpid()}/fd/{server._forkserver_alive_fd}"
+
+
+def use_server(address: str, alive: str) -> None:
+    """Fork from the process that another process has started, see `start_server`."""
+    server = multiprocessing.forkserver._forkserver
+    server._forkserver_address, server._forkserver_alive_fd = address, os.open(alive, os.O_WRONLY)
+    server.ensure_running = lambda: None  # would look for it among the children of this process
 
 
 def _child(env: dict[str, str], log: Path, target: Callable, arguments: tuple) -> None:
