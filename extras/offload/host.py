@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from rl.model.sharding import own_part, with_part
 
@@ -145,8 +146,8 @@ def keep_moments_on_host(optimizer: torch.optim.AdamW, device: torch.device) -> 
 
 
 def step_on_all_cores(optimizer: torch.optim.AdamW) -> None:
-    """From now on an optimizer on the host steps with all cores of this rank: those that the process may use, divided
-    by the ranks of the machine. That changes no bit, since AdamW computes each element by itself.
+    """From now on an optimizer on the host steps with all cores of this rank. That changes no bit, since AdamW computes
+    each element by itself.
 
     Otherwise one core would do all of it. With several ranks, torchrun sets OMP_NUM_THREADS to 1. With a GPU, vLLM's
     worker sets the number of torch's threads in this process to 1.
@@ -154,7 +155,7 @@ def step_on_all_cores(optimizer: torch.optim.AdamW) -> None:
     own_step = optimizer.step
 
     def step() -> None:
-        with all_cores():
+        with threads(cores()):
             own_step()
 
     optimizer.step = step
@@ -163,29 +164,34 @@ def step_on_all_cores(optimizer: torch.optim.AdamW) -> None:
 def clip_on_all_cores(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """What `torch.nn.utils.clip_grad_norm_` does, by all cores of this rank. That changes no bit.
 
-    torch computes the norm of a tensor on the host by one core. So here the norms of different gradients are computed
-    at the same time. Each stands for its gradient when the total is computed, since the norm of one number is its size.
+    torch computes the norm of a tensor on the host by one core. So here each core has a gradient of its own. One number
+    stands for each gradient when the total is computed, since the norm of a number is its size.
     """
     parameters = [x for x in parameters if x.grad is not None]
 
     def norm(x: nn.Parameter) -> Tensor:
         return with_part(x.grad, torch.linalg.vector_norm(own_part(x.grad)).reshape(1))
 
-    with all_cores() as cores, ThreadPoolExecutor(cores) as pool:
+    with threads(1), ThreadPoolExecutor(cores()) as pool:
         total = nn.utils.get_total_norm(list(pool.map(norm, parameters)))
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        total = total.full_tensor() if isinstance(total, DTensor) else total
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        list(pool.map(lambda x: own_part(x.grad).mul_(factor), parameters))
     return total
 
 
+def cores() -> int:
+    """How many cores this rank has: those that the process may use, divided by the ranks of the machine."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"]))
+
+
 @contextlib.contextmanager
-def all_cores() -> Iterator[int]:
-    """Let torch use all cores of this rank for a while: those that the process may use, divided by the ranks of the
-    machine. Yields how many these are.
-    """
-    cores, before = len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"]), torch.get_num_threads()
-    torch.set_num_threads(max(1, cores))
+def threads(number: int) -> Iterator[None]:
+    """Let torch use this many threads for a while, for each operation on the host."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
     try:
-        yield max(1, cores)
+        yield
     finally:
         torch.set_num_threads(before)
 
