@@ -51,8 +51,9 @@ class Pools:
         return launch.fork("train_async", settings, self.root / "run.log", ranks=ranks, fault=fault)
 
     def sampler(self, fault=None, *, gone_s=0.5, **settings):
+        """If the run ends before this sampler joins, it ends by itself before `ends` gives it up."""
         log = self.root / f"sampler{next(self.count)}.log"
-        settings = {"connect": f"tcp://127.0.0.1:{self.port}"} | settings
+        settings = {"connect": f"tcp://127.0.0.1:{self.port}", "patience": 120.0} | settings
         return launch.fork("extras.samplers.sampler", settings, log, fault=partial(ends_soon, gone_s, fault), ranks=0)
 
     def lines(self):

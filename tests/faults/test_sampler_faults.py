@@ -500,6 +500,8 @@ def test_samplers_that_are_killed_at_random_moments_cost_no_prompt(pools, task, 
         time.sleep(chance.uniform(0, 3))
         assert run.processes[0].is_alive(), run.log.read_text()
         if "save_freq" in changes and kill == kills // 2:
+            for x in samplers:  # one that has not joined would wait for the next run
+                wait_for(f":{x.processes[0].pid} has joined", run)
             run.ask(signal.SIGTERM)
             assert run.ends() == [0] and all(x.ends() == [0] for x in samplers)
             run, samplers = start(), [pools.sampler(partial(slow, 0.01)) for _ in range(size)]
