@@ -48,6 +48,8 @@ class Task(NamedTuple):
     train: str  # flags of every run
     num_test: int
     title: str
+    base: str = "smollm2"  # the model's folder
+    base_flags: str = ""  # of data/smollm2.py, which makes it
 
 
 SFT = (
@@ -66,6 +68,17 @@ TASKS = {
         train=TRAIN,
         num_test=1319,
         title="GSM8K: 7,473 problems, 1,319 held out",
+    ),
+    "gsm8k_calculator": Task(
+        data="data/gsm8k.py --source {gsm8k} --calculator",
+        sft=f"{SFT} --max-length 1024 --train-batch-size 32 --lr 2e-4",
+        sft_steps=466,
+        train=f"{TRAIN} --tools environments/calculator.py --max-turns 10 --max-prompt-length 448 "
+        "--max-response-length 768",
+        num_test=1319,
+        title="GSM8K with a calculator: 7,473 problems, 1,319 held out",
+        base="smollm2_tools",
+        base_flags=" --tools",
     ),
     "word_problems": Task(
         data="data/word_problems.py --num-test 2000",
@@ -134,7 +147,7 @@ NAMES = [name for runs in RUNS.values() for name in runs]
 
 @dataclass(frozen=True)
 class Args:
-    task: Literal["gsm8k", "word_problems"] = "gsm8k"
+    task: Literal[*TASKS] = "gsm8k"
     """These are the problems, see TASKS."""
     only: tuple[str, ...] = ()
     """The runs of these names are made, see RUNS. By default all are made."""
@@ -182,7 +195,7 @@ def measure(args: Args, checkpoint: str) -> None:
     folder, found = args.work_dir / args.task, {}
     if (folder / "measured.json").exists():
         return
-    for name, model in {"sft": checkpoint, "base": args.work_dir / "smollm2"}.items():
+    for name, model in {"sft": checkpoint, "base": args.work_dir / TASKS[args.task].base}.items():
         for kind, flags in {"greedy": "", "sampled": "--rollout-n 8 --temperature 1"}.items():
             words = f"eval.py --model {model} --val-files {folder}/data/test.parquet --max-prompt-length 288 {flags} "
             words += "--max-response-length 256 --gpu-memory-utilization 0.3 --reward-workers 2 "
@@ -199,7 +212,7 @@ def prepare(args: Args) -> str:
     Returns the checkpoint's folder. Raises RuntimeError if it was made by other commands than TASKS has now.
     """
     task, folder = TASKS[args.task], args.work_dir / args.task
-    base, checkpoint = args.work_dir / "smollm2", f"{folder}/sft/global_step_{task.sft_steps}/huggingface"
+    base, checkpoint = args.work_dir / task.base, f"{folder}/sft/global_step_{task.sft_steps}/huggingface"
     data = f"{task.data.format(gsm8k=args.gsm8k)} --output-dir {folder}/data"
     sft = (
         f"sft.py --model {base} --train-files {folder}/data/sft.parquet --default-local-dir {folder}/sft {task.sft} "
@@ -213,7 +226,7 @@ def prepare(args: Args) -> str:
         return checkpoint
     folder.mkdir(parents=True, exist_ok=True)
     if not (base / "tokenizer.json").exists():  # written last
-        run(f"data/smollm2.py --output-dir {base}", folder / "smollm2.log", args.gpus[0])
+        run(f"data/smollm2.py --output-dir {base}{task.base_flags}", folder / "smollm2.log", args.gpus[0])
     run(data, folder / "data.log", args.gpus[0], HF_HUB_OFFLINE="0")  # GSM8K may have to come from the hub
     run(sft, folder / "sft.log", args.gpus[0])
     made.write_text(json.dumps(commands, indent=2) + "\n")

@@ -2,22 +2,35 @@
 
     python data/gsm8k.py --output-dir data/gsm8k                            # from the Hugging Face hub
     python data/gsm8k.py --source <folder with train.jsonl and test.jsonl>  # from disk, no network
+    python data/gsm8k.py --calculator                                       # demonstrations call a calculator
 
 Writes train.parquet and test.parquet in verl's RL schema, in the order of the source. The ground truth is the number
 after `####` in the reference answer, without commas. sft.parquet has the training problems with their reference answers
-for sft.py, without the `<<48/2=24>>` notes for a calculator.
+for sft.py, without the `<<48/2=24>>` notes for a calculator. With --calculator it has conversations, in which each note
+is a call of `calculate` of environments/calculator.py:
+
+    She sold 48/2 = <tool_call>{"name": "calculate", "arguments": {"expression": "48/2"}}</tool_call>      the policy
+    24                                                                                                     the tool
+    24 clips in May. ...                                                                                   the policy
+
+The prompts of train.parquet and test.parquet are the same in both cases, so the same rows serve runs with
+`--tools environments/calculator.py` and without it. SmolLM2's own chat template knows no tools:
+`data/smollm2.py --tools` writes one that does.
 """
 
 import dataclasses
+import json
 import re
 import sys
 from pathlib import Path
 
 import tyro
+from transformers.utils import get_json_schema
 
 sys.path.append(str(Path(__file__).parent.parent))  # run as a script, only this folder is on the path
 
 from data import files  # noqa: E402
+from environments.calculator import calculate  # noqa: E402
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 HUB_FILES = "main/*.parquet"
@@ -30,6 +43,8 @@ class Args:
     hub."""
     output_dir: Path = Path("data/gsm8k")
     """The files are written to this folder."""
+    calculator: bool = False
+    """The demonstrations of sft.parquet call a calculator where the reference answers have a note for one."""
 
 
 def read_split(folder: Path, split: str) -> list[dict[str, str]]:
@@ -78,13 +93,45 @@ def sft_row(row: dict) -> dict:
     return {"prompt": row["prompt"], "response": re.sub(r"<<[^<>]*>>", "", row["extra_info"]["answer"])}
 
 
+def calculator_row(row: dict) -> tuple[dict, int]:
+    """The same problem as a demonstration in which the notes are calls, and how many notes are not.
+
+    A note is `<<expression=result>>`. It is left out, as by `sft_row`, if the calculator refuses its expression. What
+    the tool says is what the calculator makes of it, which may have more digits than the result of the note.
+    """
+    messages, said, refused = list(row["prompt"]), "", 0
+    for piece in re.split(r"(<<[^<>]*>>)", row["extra_info"]["answer"]):
+        if not piece.startswith("<<"):
+            said += piece
+            continue
+        expression = piece[2:-2].rpartition("=")[0].strip()
+        try:
+            result = calculate(expression)
+        except (ValueError, ArithmeticError):
+            refused += 1
+            continue
+        function = {"name": "calculate", "arguments": json.dumps({"expression": expression})}
+        calls = [{"type": "function", "function": function}]
+        messages.append({"role": "assistant", "content": said.strip(), "tool_calls": calls})
+        messages.append({"role": "tool", "name": "calculate", "content": result})
+        said = ""
+    messages.append({"role": "assistant", "content": said.strip()})
+    return {"messages": messages, "tools": json.dumps([get_json_schema(calculate)])}, refused
+
+
 def main(args: Args) -> dict[str, int]:
     """Write the files. Returns the number of rows of each."""
     folder = files.locate(args.source, HUB_FILES)
     tables = {
         split: [to_row(row, split, i) for i, row in enumerate(read_split(folder, split))] for split in ("train", "test")
     }
-    tables["sft"] = [sft_row(row) for row in tables["train"]]
+    if args.calculator:
+        rows, refused = zip(*map(calculator_row, tables["train"]), strict=True)
+        calls = sum("tool_calls" in x for row in rows for x in row["messages"])
+        print(f"sft: {calls:,} notes are calls; the calculator refuses {sum(refused):,} others, which are left out")
+        tables["sft"] = list(rows)
+    else:
+        tables["sft"] = [sft_row(row) for row in tables["train"]]
     return files.write(args.output_dir, tables)
 
 

@@ -17,6 +17,16 @@ import transformers
 import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+# As the model's own chat template, with the schemas of tools in the system message, and calls as JSON in tags.
+TOOLS = """{% if tools %}{{ '<|im_start|>system\nYou may call one or more functions.\n<tools>\n' }}
+{%- for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ '</tools><|im_end|>\n' }}
+{%- elif messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, ' }}
+{{- 'trained by Hugging Face<|im_end|>\n' }}{% endif %}
+{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}
+{%- for call in message['tool_calls'] or [] -%}
+{{ '<tool_call>\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
+{{- call['function']['arguments'] | tojson + '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 TEXT = "Tom has 3 bags with 12 apples in each. He eats 4 of the apples, so he has 3 * 12 - 4 = 32 apples left."
 
 
@@ -24,6 +34,9 @@ TEXT = "Tom has 3 bags with 12 apples in each. He eats 4 of the apples, so he ha
 class Args:
     output_dir: Path = Path("data/smollm2")
     """The files are written to this folder."""
+    tools: bool = False
+    """The chat template also has the tools of a row, and the calls of them. The model has to be taught both, as by the
+    demonstrations of data/gsm8k.py --calculator."""
 
 
 def gguf_file() -> Path:
@@ -70,6 +83,8 @@ def main(args: Args) -> float:
     file = gguf_file()
     model, tokenizer = read(file)
     model.save_pretrained(args.output_dir)
+    if args.tools:
+        tokenizer.chat_template = TOOLS
     tokenizer.save_pretrained(args.output_dir)
     saved = AutoModelForCausalLM.from_pretrained(args.output_dir), AutoTokenizer.from_pretrained(args.output_dir)
     gap = (logprobs(*saved) - logprobs(model, tokenizer)).abs().max().item()

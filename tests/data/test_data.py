@@ -428,6 +428,41 @@ def test_gsm8k_writes_verls_schema(tmp_path, layout, capsys):
         assert f"{split}.parquet: {count} rows, sha256 {digest}" in printed
 
 
+def test_gsm8k_with_calls_of_a_calculator(tmp_path, capsys):
+    """Notes in the middle, at once behind another one, rounded, without a result, and refused."""
+    answer = (
+        "It is 2*3 = <<2*3=6>>6.\nA third: <<10/3=3.33>>3.33, $<<6>>6 and <<1/0=1>>1 or <<20%=.2>>.2<<5-5=0>>\n#### 6"
+    )
+    problems = [{"question": "How many?", "answer": answer}, {"question": "Why?", "answer": "So.\n#### 1,000"}]
+    write(tmp_path / "train.jsonl", problems)
+    write(tmp_path / "test.jsonl", problems[:1])
+    gsm8k.main(gsm8k.Args(source=str(tmp_path), output_dir=tmp_path / "out", calculator=True))
+    gsm8k.main(gsm8k.Args(source=str(tmp_path), output_dir=tmp_path / "plain"))
+    for name in ("train.parquet", "test.parquet"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+    assert "sft: 3 notes are calls; the calculator refuses 3 others, which are left out" in capsys.readouterr().out
+    first, second = read_demonstrations(tmp_path / "out/sft.parquet")
+    said = [(x["role"], x["content"]) for x in first["messages"][1:]]
+    assert said == [
+        ("assistant", "It is 2*3 ="),
+        ("tool", "6"),
+        ("assistant", "6.\nA third:"),
+        ("tool", "3.333333333"),
+        ("assistant", "3.33, $6 and 1 or .2"),
+        ("tool", "0"),
+        ("assistant", "#### 6"),
+    ]
+    called = [call["function"] for x in first["messages"] for call in x.get("tool_calls") or ()]
+    assert [x["name"] for x in called] == ["calculate"] * 3
+    written = [x["arguments"] for x in called]
+    written = [json.loads(x) if isinstance(x, str) else x for x in written]
+    assert written == [{"expression": x} for x in ("2*3", "10/3", "5-5")]
+    prompt = read_rows(tmp_path / "out/train.parquet")[0]["prompt"]
+    assert first["messages"][0]["content"] == prompt[0]["content"]
+    assert [x["content"] for x in second["messages"][1:]] == ["So.\n#### 1,000"]
+    assert first["tools"][0]["function"]["name"] == "calculate"
+
+
 def test_gsm8k_files_carry_zstd_and_page_checksums(tmp_path):
     gsm8k.main(gsm8k.Args(source=str(source(tmp_path)), output_dir=tmp_path))
     path = tmp_path / "train.parquet"

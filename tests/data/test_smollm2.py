@@ -1,14 +1,19 @@
 """data/smollm2.py on the real file: its tensors, tokens and log-probs. One conversion, about 7 s."""
 
 import functools
+import json
+import shutil
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from data import smollm2
+from data import gsm8k, smollm2
+from extras.agents import EnvironmentFlags, open_partner
+from extras.demonstrations.encode import encode_demonstration
+from extras.demonstrations.rows import read_demonstrations
 from rl.data.encode import encode_prompts
-from rl.data.template import stop_token_ids
+from rl.data.template import load_tokenizer, stop_token_ids
 from rl.model.checks import check_context, check_trainable
 
 
@@ -62,6 +67,54 @@ def test_the_folder_is_one_that_the_scripts_take(folder):
     text = tokenizer.decode(row["prompt_ids"])
     assert text.endswith("<|im_start|>user\n12+35=?<|im_end|>\n<|im_start|>assistant\n")
     assert stop_token_ids(str(folder), tokenizer) == (tokenizer.convert_tokens_to_ids("<|im_end|>"),) == (2,)
+
+
+def test_the_template_with_tools_is_the_models_own_where_there_are_none(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    user, answer = {"role": "user", "content": "12+35=?"}, {"role": "assistant", "content": "47"}
+    for messages in ([user], [{"role": "system", "content": "Be brief."}, user], [user, answer, user]):
+        for more in (False, True):
+            own, other = (
+                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=more, **template)
+                for template in ({}, {"chat_template": smollm2.TOOLS})
+            )
+            assert own == other and "12+35" in own
+
+
+def test_a_demonstration_with_a_calculator_has_the_tokens_of_rollouts(folder, tmp_path):
+    """Two calls. What is learned is what the policy samples."""
+    model = str(shutil.copytree(folder, tmp_path / "model"))
+    (tmp_path / "model/chat_template.jinja").write_text(smollm2.TOOLS)
+    tokenizer = load_tokenizer(model)
+    answer = "She sold 48/2 = <<48/2=24>>24 clips.\n48+24 = <<48+24=72>>72\n#### 72"
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"question": "How many?", "answer": answer}) + "\n")
+    gsm8k.main(gsm8k.Args(source=str(tmp_path), output_dir=tmp_path, calculator=True))
+    [row] = read_demonstrations(tmp_path / "sft.parquet")
+    partner = open_partner(
+        EnvironmentFlags(tools=("environments/calculator.py",)), tokenizer, stop_token_ids(model, tokenizer)
+    )
+    try:
+        chat = partner.chat
+        rows = [{"prompt": row["messages"][:1]}]
+        prompt = encode_prompts(tokenizer, rows, text_of=partner.prompt_text)[0]["prompt_ids"]
+        parts, learned = [prompt + chat.ids_of([], [])], [0]
+        for message in row["messages"][1:]:
+            if message["role"] == "tool":
+                parts.append(chat.ids_of([message], parts[-1]))
+                learned.append(0)
+            else:
+                called = [x["function"]["arguments"] for x in message.get("tool_calls") or ()]
+                form = '<tool_call>\n{"name": "calculate", "arguments": %s}\n</tool_call>'
+                text = message["content"] + "".join(form % json.dumps(x) for x in called)
+                parts.append(tokenizer(text + "<|im_end|>")["input_ids"])
+                learned.append(1)
+                assert chat.read(parts[-1])[1] == [("calculate", x) for x in called]
+        ids, mask = encode_demonstration(tokenizer, row)
+        assert ids[:-1] == sum(parts, []) and sum(learned) == 3
+        assert mask == [x for x, part in zip(learned, parts, strict=True) for _ in part] + [0]
+    finally:
+        partner.close()
 
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path):

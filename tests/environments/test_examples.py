@@ -23,28 +23,45 @@ from rl.data.template import load_tokenizer, stop_token_ids
 
 @pytest.mark.parametrize(
     ("expression", "result"),
-    [("37*48+52", "1828"), ("-(2-5)*3", "9"), (" 7 ", "7"), ("9" * 99 + "*0", "0"), ("-" * 190 + "1", "1")],
+    [
+        ("37*48+52", "1828"),
+        ("-(2-5)*3", "9"),
+        (" 7 ", "7"),
+        ("9" * 99 + "*0", "0"),
+        ("-" * 190 + "1", "1"),
+        ("9" * 20, "9" * 20),
+        ("48/2", "24"),
+        ("1/2*3", "1.5"),
+        (".5*10", "5"),
+        ("10/3", "3.333333333"),
+        ("(3+4)*12.5", "87.5"),
+        ("1e999", "inf"),
+    ],
 )
-def test_the_calculator_works_out_integers(expression, result):
+def test_the_calculator_works_out_numbers(expression, result):
     assert calculate(expression) == result
 
 
-@pytest.mark.parametrize("expression", ["2**9", "1/2", "1.5", "f(2)", "__import__('os')", "3+", "", "True", "1" * 201])
+@pytest.mark.parametrize(
+    "expression", ["2**9", "7//2", "7%2", "f(2)", "__import__('os')", "3+", "", "True", "2j", "20%", "1" * 201, "'a'*9"]
+)
 def test_the_calculator_refuses_all_else(expression):
-    with pytest.raises(ValueError, match="expression|integer"):
+    with pytest.raises(ValueError, match="expression|number"):
         calculate(expression)
 
 
 def test_an_error_is_a_message():
     tools = Tools({"calculate": calculate}, most=4096)
-    calls = [("calculate", {"expression": "2*3"}), ("calculate", {"expression": "1/2"}), ("divide", {})]
+    calls = [("calculate", {"expression": "2*3"}), ("calculate", {"expression": "1%2"}), ("divide", {})]
     calls += [("calculate", {"expression": 5}), ("calculate", None)]
     made = tuple(Call(str(i), *call) for i, call in enumerate(calls))
     texts = [x["content"] for x in tools.step(Reply("", made, 1))]
+    [endless] = tools.step(Reply("", (Call("0", "calculate", {"expression": "1/0"}),), 1))
+    assert endless["content"].startswith("Error: ") and "division by zero" in endless["content"]
     assert texts[0] == "6" and all(text.startswith("Error: ") for text in texts[1:])
-    assert "'1 / 2' is not an integer" in texts[1] and "there is no tool 'divide'" in texts[2]
+    assert "'1 % 2' is not a number" in texts[1] and "there is no tool 'divide'" in texts[2]
     assert tools.step(Reply("#### 6", (), 2)) is None
-    assert tools.report() == {"calls": 5, "errors": 4}
+    assert tools.report() == {"calls": 6, "errors": 5}
 
 
 def test_python_returns_what_a_program_prints():

@@ -658,7 +658,7 @@ def test_pretrained_gain_in_standard_errors_by_hand():
 def test_pretrained_flags_are_those_of_their_scripts(tiny_model, tmp_path):
     """Every run of RUNS and both SFTs parse, and TRL's settings make the same updates of the same size."""
     model = str(shutil.copytree(tiny_model, tmp_path / "model"))
-    config = AutoConfig.from_pretrained(model, max_position_embeddings=2048)  # as many as its responses need
+    config = AutoConfig.from_pretrained(model, max_position_embeddings=4096)  # as many as its responses need
     config.save_pretrained(model)
     seen = set()
     for task in pretrained.TASKS:
