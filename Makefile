@@ -37,7 +37,7 @@ $(VENV)/installed: requirements.txt requirements-cpu.txt requirements-cpu-overri
 		$(WITH_VLLM) requirements-cpu.txt | \
 			$(BIN)/uv pip install --quiet --python $(BIN)/python -r - --override requirements-cpu-overrides.txt; \
 	fi
-	$(BIN)/python -m compileall -qq -j 0 -x '/(tests?|testing|benchmarks|onnx|ao)/' $(VENV)/lib/python3*/site-packages/torch
+	-$(BIN)/python -m compileall -qq -j 0 -x '/(tests?|testing|benchmarks|onnx|ao)/' $(VENV)/lib/python3*/site-packages/torch
 	touch $@
 
 demo: install
