@@ -56,8 +56,10 @@ def test_a_model_learns_the_same_bits_and_its_gradients_stay_where_they_are(tiny
         restored = [x for group in groups for x in group.fsdp_params]
         assert all(x.offload_to_cpu == (way != DEVICE) and "to_sharded_dtensor" not in vars(x) for x in restored)
     check_same(seen)
-    assert len(set(places(seen[KEPT]))) == 1 and len(set(places(seen[FSDP2]))) > 1
-    assert all(x % 4096 == 0 for x in seen[KEPT]["places"][0])
+    assert len(set(places(seen[KEPT]))) == 1
+    # Each of these places begins a page of memory. Those that FSDP2 takes do not, and may happen to be the same again.
+    begins = {way: [x % 4096 == 0 for micro in seen[way]["places"] for x in micro] for way in (KEPT, FSDP2)}
+    assert all(begins[KEPT]) and not all(begins[FSDP2])
 
 
 def test_two_models_of_one_process_take_turns(tiny_model):
