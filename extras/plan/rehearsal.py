@@ -80,6 +80,8 @@ def rehearse(
         except RuntimeError:
             if ranks.size > 1 or way is options[-1]:  # other ranks would wait in the middle of their pass
                 raise
+            if not forget_pass(policy):
+                raise
             continue
         needed = needs(way, micro_batch)
         if max(needed.values()) <= total:
@@ -134,6 +136,22 @@ def recompute_layers(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, FSDPModule) and layer is not model:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def forget_pass(model: nn.Module) -> bool:
+    """Make a model usable again after a forward or backward pass, with a loss of 0, that has ended with an error.
+
+    FSDP2 has to be told. Otherwise it would wait for the end of that pass for good, and leave out gradients of later
+    passes without an error. Gradients of weights that are whole on this rank stay in FSDP2, so the loss has to be 0.
+    Returns whether this worked: older versions cannot be told.
+    """
+    model.zero_grad(set_to_none=True)
+    if not isinstance(model, FSDPModule):
+        return True
+    if not hasattr(model, "reset_iter_state"):
+        return False
+    model.reset_iter_state()
+    return True
 
 
 def _changes(first: Any, taken: Any) -> str:

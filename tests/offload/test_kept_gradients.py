@@ -12,10 +12,13 @@ import torch
 from kept_ranks import BAD, DEVICE, FSDP2, KEPT, Learner, loaded
 from test_offload import end_of
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import train_ppo
 from extras.offload import host
+from extras.plan.rehearsal import forget_pass
 from rl.flags import build
+from rl.model.logprobs import token_logprobs
 from rl.model.sharding import own_part, with_part
 from rl.ranks import init_ranks
 
@@ -116,6 +119,38 @@ def test_a_backward_pass_that_fails_leaves_everything_as_it_was(tiny_model, monk
     parameters = [x for group in groups for x in group.fsdp_params]
     assert all(x.offload_to_cpu and "to_sharded_dtensor" not in vars(x) for x in parameters) and parameters
     assert any(x.grad is not None for x in fails.policy.parameters())
+
+
+@pytest.mark.parametrize("way", [DEVICE, FSDP2, KEPT])
+def test_after_a_backward_pass_that_failed_a_model_learns_as_one_that_is_new(tiny_model, monkeypatch, way):
+    """The second layer has its gradients by then, and the first one does not. They are zeros, as in the rehearsal."""
+    ranks = init_ranks()
+    fails, new = (Learner(loaded(tiny_model, ranks, way), ranks) for _ in range(2))
+
+    def no_room(grad):
+        raise torch.OutOfMemoryError("no room")
+
+    def fail_behind(module, args, output):
+        (output[0] if isinstance(output, tuple) else output).register_hook(no_room)
+
+    hook = fails.policy.model.layers[0].register_forward_hook(fail_behind)
+    logp, _ = token_logprobs(fails.policy, fails.batch)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        (0.0 * logp.sum()).backward()
+    hook.remove()
+    assert forget_pass(fails.policy)
+    for number in range(3):
+        for learner in (fails, new):
+            learner.update(number)
+    found, expected = fails.results(), new.results()
+    torch.testing.assert_close(found["norms"], expected["norms"], rtol=0, atol=0, equal_nan=True)
+    h.assert_same(found["weights"], expected["weights"])
+    assert [len(x) for x in found["places"]] == [len(x) for x in expected["places"]] and found["places"][-1]
+
+
+def test_a_version_of_fsdp2_that_cannot_be_told_of_a_failed_pass(tiny_model, monkeypatch):
+    monkeypatch.delattr(FSDPModule, "reset_iter_state")
+    assert forget_pass(torch.nn.Linear(1, 1)) and not forget_pass(loaded(tiny_model, init_ranks(), KEPT))
 
 
 def test_ranks_learn_the_same_bits_and_a_parameter_without_a_gradient_keeps_the_one_that_it_has(task, tmp_path):
