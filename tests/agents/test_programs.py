@@ -207,6 +207,9 @@ def test_requests_of_agents_that_have_ended_or_left_are_cut(
     does, hf_engine, policy, agents, tokenizer, notes, sampled, monkeypatch
 ):
     monkeypatch.setattr(server, "RETRY_SECONDS", 0.05)
+    own_step = hf_engine.step
+    # The answer ends by itself after 67 tokens, before which a busy machine has to notice that the agent has gone.
+    monkeypatch.setattr(hf_engine, "step", lambda: (time.sleep(0.02), own_step())[1])
     push(hf_engine, policy)
     [sample] = sample_groups(hf_engine, rows_of(tokenizer, does), ENDLESS, partner=agents, seed=1)
     cut = [size for size, reason in sampled if reason == "abort"]
