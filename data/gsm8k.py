@@ -25,7 +25,6 @@ import sys
 from pathlib import Path
 
 import tyro
-from transformers.utils import get_json_schema
 
 sys.path.append(str(Path(__file__).parent.parent))  # run as a script, only this folder is on the path
 
@@ -34,6 +33,7 @@ from environments.calculator import calculate  # noqa: E402
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 HUB_FILES = "main/*.parquet"
+NOTE = r"<<[^<>]*>>"  # for a calculator, such as <<48/2=24>>
 
 
 @dataclasses.dataclass
@@ -90,17 +90,30 @@ def to_row(source_row: dict[str, str], split: str, index: int) -> dict:
 
 def sft_row(row: dict) -> dict:
     """The same problem as a demonstration."""
-    return {"prompt": row["prompt"], "response": re.sub(r"<<[^<>]*>>", "", row["extra_info"]["answer"])}
+    return {"prompt": row["prompt"], "response": re.sub(NOTE, "", row["extra_info"]["answer"])}
 
 
-def calculator_row(row: dict) -> tuple[dict, int]:
-    """The same problem as a demonstration in which the notes are calls, and how many notes are not.
+def calculator_rows(rows: list[dict]) -> list[dict]:
+    """The same problems as demonstrations in which the notes are calls. Prints how many notes are, and are not."""
+    from transformers.utils import get_json_schema  # only here, since the other files need none of what this imports
+
+    found, refused = zip(*map(calculator_messages, rows), strict=True)
+    calls = sum("tool_calls" in x for messages in found for x in messages)
+    print(f"sft: {calls:,} notes are calls; the calculator refuses {sum(refused):,} others, which are left out")
+    tools = json.dumps([get_json_schema(calculate)])
+    return [{"messages": messages, "tools": tools} for messages in found]
+
+
+def calculator_messages(row: dict) -> tuple[list[dict], int]:
+    """The messages of a problem whose notes are calls, and how many notes are not.
 
     A note is `<<expression=result>>`. It is left out, as by `sft_row`, if the calculator refuses its expression. What
     the tool says is what the calculator makes of it, which may have more digits than the result of the note.
     """
+    from data.calculator import call
+
     messages, said, refused = list(row["prompt"]), "", 0
-    for piece in re.split(r"(<<[^<>]*>>)", row["extra_info"]["answer"]):
+    for piece in re.split(f"({NOTE})", row["extra_info"]["answer"]):
         if not piece.startswith("<<"):
             said += piece
             continue
@@ -110,13 +123,11 @@ def calculator_row(row: dict) -> tuple[dict, int]:
         except (ValueError, ArithmeticError):
             refused += 1
             continue
-        function = {"name": "calculate", "arguments": json.dumps({"expression": expression})}
-        calls = [{"type": "function", "function": function}]
-        messages.append({"role": "assistant", "content": said.strip(), "tool_calls": calls})
+        messages.append(call(expression, "calculate") | {"content": said.strip()})
         messages.append({"role": "tool", "name": "calculate", "content": result})
         said = ""
     messages.append({"role": "assistant", "content": said.strip()})
-    return {"messages": messages, "tools": json.dumps([get_json_schema(calculate)])}, refused
+    return messages, refused
 
 
 def main(args: Args) -> dict[str, int]:
@@ -125,13 +136,7 @@ def main(args: Args) -> dict[str, int]:
     tables = {
         split: [to_row(row, split, i) for i, row in enumerate(read_split(folder, split))] for split in ("train", "test")
     }
-    if args.calculator:
-        rows, refused = zip(*map(calculator_row, tables["train"]), strict=True)
-        calls = sum("tool_calls" in x for row in rows for x in row["messages"])
-        print(f"sft: {calls:,} notes are calls; the calculator refuses {sum(refused):,} others, which are left out")
-        tables["sft"] = list(rows)
-    else:
-        tables["sft"] = [sft_row(row) for row in tables["train"]]
+    tables["sft"] = calculator_rows(tables["train"]) if args.calculator else [sft_row(row) for row in tables["train"]]
     return files.write(args.output_dir, tables)
 
 

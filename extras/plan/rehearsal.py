@@ -78,9 +78,8 @@ def rehearse(
         try:
             micro_batch = peak(tokens, max_length)
         except RuntimeError:
-            if ranks.size > 1 or way is options[-1]:  # other ranks would wait in the middle of their pass
-                raise
-            if not forget_pass(policy):
+            # Other ranks would wait in the middle of their pass.
+            if ranks.size > 1 or way is options[-1] or not forget_pass(policy):
                 raise
             continue
         needed = needs(way, micro_batch)

@@ -10,14 +10,12 @@ import launch
 import pytest
 import torch
 from kept_ranks import BAD, DEVICE, FSDP2, KEPT, Learner, loaded
-from test_offload import end_of
+from test_offload import check_ppo_learns_the_same
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-import train_ppo
 from extras.offload import host
 from extras.plan.rehearsal import forget_pass
-from rl.flags import build
 from rl.model.logprobs import token_logprobs
 from rl.model.sharding import own_part, with_part
 from rl.ranks import init_ranks
@@ -175,19 +173,7 @@ def test_ranks_learn_the_same_bits_and_a_parameter_without_a_gradient_keeps_the_
 @pytest.mark.parametrize("lora_rank", h.some([0, 4], 0))
 def test_ppo_learns_the_same_bits_with_weights_and_gradients_on_the_host(task, tmp_path, lora_rank):
     """A policy with adapters or without, its reference and its critic, and a run that is resumed."""
-    settings = dict(
-        lora_rank=lora_rank, lr=1e-2, use_kl_loss=True, total_training_steps=2, ppo_max_token_len_per_gpu=130
-    )
-
-    def train(name, **changes):
-        train_ppo.main(build(train_ppo.Args, **h.ppo_settings(task, tmp_path / name, **settings | changes)))
-        h.leave_distributed()
-        return tmp_path / name
-
-    expected = end_of(train("device"), 2)
-    train("host", total_training_steps=1, param_offload=True)
-    for one, two in zip(end_of(train("host", param_offload=True), 2), expected, strict=True):
-        assert one == two if isinstance(one, list) else h.assert_same(one, two) is None
+    check_ppo_learns_the_same(task, tmp_path, lora_rank, list, param_offload=True)
 
 
 @pytest.mark.parametrize("ranks_here", [1, 10**6])

@@ -33,6 +33,24 @@ def end_of(folder, step):
     return h.saved_state(folder / f"global_step_{step}"), h.weights(folder / f"global_step_{step}"), lines
 
 
+def check_ppo_learns_the_same(task, folder, lora_rank, moved, **flags):
+    """PPO with these flags, in a run that is resumed, ends as without them, where nothing is `moved()` yet."""
+    settings = dict(
+        lora_rank=lora_rank, lr=1e-2, use_kl_loss=True, total_training_steps=2, ppo_max_token_len_per_gpu=130
+    )
+
+    def train(name, **changes):
+        train_ppo.main(build(train_ppo.Args, **h.ppo_settings(task, folder / name, **settings | changes)))
+        h.leave_distributed()
+        return folder / name
+
+    expected = end_of(train("plain"), 2)
+    assert not moved()
+    train("moved", total_training_steps=1, **flags)
+    for one, two in zip(end_of(train("moved", **flags), 2), expected, strict=True):
+        assert one == two if isinstance(one, list) else h.assert_same(one, two) is None
+
+
 @pytest.mark.parametrize("lora_rank", h.some([0, 4], 4))
 def test_ppo_learns_the_same_bits_wherever_its_state_is(task, tmp_path, monkeypatch, lora_rank):
     """Several micro-batches per update, a reference, a critic that moves as well, and a checkpoint that is resumed."""
@@ -43,21 +61,7 @@ def test_ppo_learns_the_same_bits_wherever_its_state_is(task, tmp_path, monkeypa
         return host.offload(model, *rest)
 
     monkeypatch.setattr(run, "offload", offload)
-    settings = dict(
-        lora_rank=lora_rank, lr=1e-2, use_kl_loss=True, total_training_steps=2, ppo_max_token_len_per_gpu=130
-    )
-
-    def train(name, **changes):
-        train_ppo.main(build(train_ppo.Args, **h.ppo_settings(task, tmp_path / name, **settings | changes)))
-        h.leave_distributed()
-        return tmp_path / name
-
-    expected = end_of(train("plain"), 2)
-    assert not moved
-    offload_both = dict(optimizer_offload=True, critic_offload=True)
-    train("moved", total_training_steps=1, **offload_both)
-    for one, two in zip(end_of(train("moved", **offload_both), 2), expected, strict=True):
-        assert one == two if isinstance(one, list) else h.assert_same(one, two) is None
+    check_ppo_learns_the_same(task, tmp_path, lora_rank, lambda: moved, optimizer_offload=True, critic_offload=True)
     assert set(moved) == {"FSDPQwen2ForSequenceClassification"}
 
 
