@@ -278,14 +278,19 @@ def keys_read(results: Path = RESULTS) -> dict[Path, set[str]]:
     return found
 
 
+def trimmed(text: str, keys: set[str]) -> str:
+    """A file of metrics with only these metrics, with seven digits, and the steps and times of their lines."""
+    lines = [json.loads(line) for line in text.splitlines()]
+    kept = [{k: v for k, v in x.items() if k in keys | {"step", "time"}} for x in lines if keys & x.keys()]
+    rounded = [{k: round(v, 6) if k == "time" else float(f"{v:.7g}") for k, v in x.items()} for x in kept]
+    whole = [{k: int(v) if v == int(v) else v for k, v in x.items()} for x in rounded]
+    return "".join(json.dumps(x) + "\n" for x in whole)
+
+
 def trim(results: Path = RESULTS) -> None:
-    """Leave in each file of metrics what figures read, with seven digits, and the times of its lines."""
+    """Leave in each file of metrics what figures read."""
     for path, keys in keys_read(results).items():
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        kept = [{k: v for k, v in x.items() if k in keys | {"step", "time"}} for x in lines if keys & x.keys()]
-        rounded = [{k: round(v, 6) if k == "time" else float(f"{v:.7g}") for k, v in x.items()} for x in kept]
-        whole = [{k: int(v) if v == int(v) else v for k, v in x.items()} for x in rounded]
-        path.write_text("".join(json.dumps(x) + "\n" for x in whole))
+        path.write_text(trimmed(path.read_text(), keys))
 
 
 def main(words: list[str]) -> int:
