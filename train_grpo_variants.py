@@ -276,7 +276,7 @@ def main(args: Args) -> dict[str, float]:
                     means.over_updates({"actor/kl_loss": aggregate(kl, mask)})
                 loss = aggregate(loss, mask)
                 if args.selection.echo_coef:
-                    echo_loss = -aggregate(both, told, lengths=None)  # the cross-entropy of what was told
+                    echo_loss = -aggregate(both, told, lengths=micro.columns["num_told"])  # the cross-entropy
                     loss = loss + args.selection.echo_coef * echo_loss
                     means.over_updates({"actor/echo_loss": echo_loss})
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])

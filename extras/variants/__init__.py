@@ -52,8 +52,8 @@ def choose_tokens(
     seed: int,
     ranks: Any,
 ) -> Any:
-    """The batch with advantages only where the policy learns, and with the columns `chosen` and `told`, if flags ask
-    for them. See `token_selection.choose`. All ranks must enter.
+    """The batch with advantages only where the policy learns, and with the columns `chosen`, `told` and `num_told`,
+    if flags ask for them. See `token_selection.choose`. All ranks must enter.
     """
     from extras.variants import token_selection
 

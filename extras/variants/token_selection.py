@@ -51,7 +51,8 @@ def choose(
     --top-entropy-quantile q: of the n tokens of the step, the int(q * n) with the largest entropy keep their
     advantages. Those of the others become 0 (Beyond the 80/20 Rule, arXiv 2506.01939). A loss of RULES: of the n tokens
     of each mini-batch, max(1, int(share * n)) are marked in the column `chosen`. clip_cov draws them among those with a
-    covariance between its bounds, and kl_cov takes those with the largest covariance. --echo-coef: the column `told`.
+    covariance between its bounds, and kl_cov takes those with the largest covariance. --echo-coef: the columns `told`,
+    see `what_was_told`, and `num_told` (b,), how many told tokens the response that a row belongs to has in all rows.
 
     Args: loss_mode, one of RULES or any other; batch with advantages and, for one of RULES, old_logp; entropies,
     (batch, updates) -> (B, T); seed, of the run and the step. All ranks must enter.
@@ -77,11 +78,14 @@ def choose(
             chosen |= largest(decides, among, max(1, int(share * update.num_tokens)), ranks, ties=chance)
         batch = replace(batch, columns={**batch.columns, "chosen": chosen})
     if flags.echo_coef:
-        batch = replace(batch, columns={**batch.columns, "told": told(batch)})
+        told = what_was_told(batch)
+        most = sum(len(update.rows) for update in updates)  # There are no more responses than rows.
+        num_told = ranks.all_rows(told.sum(1), batch.responses, most)[batch.responses]
+        batch = replace(batch, columns={**batch.columns, "told": told, "num_told": num_told})
     return batch
 
 
-def told(batch: Batch) -> Tensor:
+def what_was_told(batch: Batch) -> Tensor:
     """What tools and users said in the responses from which the policy learns: (b, T), 1 for these tokens and else 0.
     They are the tokens that the policy did not sample, after the first one that it did. So what an environment says
     before the first turn, which no action has caused, does not count. A response without a score has none.

@@ -9,9 +9,11 @@ import sys
 import helpers_scripts as h
 import launch
 import pytest
+import torch
 from helpers_engines import the_only_shared_engine
 from helpers_samplers import with_two_heads
 from test_environment_runs import same_run
+from transformers import AutoModelForCausalLM
 
 import eval as evaluation
 import train_dapo
@@ -49,7 +51,8 @@ if letters % 2:
     ask([question, answer, question])
     ask([question, answer, {"role": "user", "content": "1"}])
 if letters % 3:
-    ask([{"role": "user", "content": "1+1=?"}])
+    question = {"role": "user", "content": "1+1=?"}
+    ask([question, ask([question]), {"role": "user", "content": "1"}])
 os.write(3, json.dumps({"reward": letters / 8}).encode())
 """
 
@@ -186,6 +189,27 @@ def test_a_mean_over_responses_counts_agents_however_many_rows_they_have(task, t
     assert abs(statistics.mean(by_rows) - statistics.mean(advantages.values())) > 1e-3  # or rows could be counted
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)  # the reference is the policy as it is
     assert batch.num_learned.tolist() == [lengths[i] * (i in advantages) for i in batch.responses.tolist()]
+
+
+def test_with_echo_a_mean_over_responses_counts_what_an_agent_was_told_in_all_rows(task, tmp_path, monkeypatch):
+    seen = steps_of(train_grpo_variants, monkeypatch)
+    own = dict(echo_coef=0.1, loss_agg_mode="seq-mean-token-mean", total_training_steps=1)
+    train_grpo_variants.main(build(train_grpo_variants.Args, **settings_of(task, tmp_path, **own)))
+    [[responses, _, _]] = seen
+    model, means, means_of_rows = AutoModelForCausalLM.from_pretrained(task.model), [], []
+    for r in responses:
+        losses = []  # of each row those of its told tokens
+        for row in r.rows if r.score.value is not None else ():
+            ids, mask = row.response_ids.tolist(), row.response_mask.tolist()
+            logps = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            losses.append([-logps[t - 1, ids[t]].item() for t in range(mask.index(1), len(ids)) if not mask[t]])
+        means.append(sum(map(sum, losses)) / max(1, sum(map(len, losses))))
+        means_of_rows += [statistics.mean(x) for x in losses if x]
+    num_scored = sum(r.score.value is not None for r in responses)
+    assert len(means_of_rows) > sum(x > 0 for x in means) > 4
+    [metrics] = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert metrics["actor/echo_loss"] == pytest.approx(sum(means) / num_scored, rel=1e-5)
+    assert abs(sum(means_of_rows) - sum(means)) > 1
 
 
 @pytest.mark.parametrize("script", ["distill", "dapo"])

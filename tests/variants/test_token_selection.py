@@ -1,11 +1,14 @@
 """Which tokens a rule would choose. That all ranks choose the same ones is in tests/data/test_ranks.py."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from extras.variants import TokenSelection, token_selection
 from rl.data.batching import Update
 from rl.data.types import Batch
+from rl.formulas.losses import aggregate
 
 
 def test_covariance_by_hand():
@@ -36,15 +39,27 @@ def test_rules_by_hand(world):
 
 
 def test_told_is_what_was_not_sampled_after_the_first_sampled_token(world):
-    """Prompt 2, then sampled and told tokens, then padding. The third response has no score, so its mask is 0."""
-    mask = torch.tensor([[0, 0, 1, 1, 0, 0, 1, 0], [0, 0, 1, 0, 0, 0, 0, 0], [0] * 8, [0, 0, 1, 1, 1, 1, 1, 1]]).float()
-    lengths, ids = torch.tensor([7, 5, 8, 8]), torch.zeros(4, 8, dtype=torch.long)
-    batch = Batch(ids, lengths, mask, mask, advantages=mask, rows=torch.arange(4))
-    told = [[4, 5], [3, 4], [], []]
-    with_echo = token_selection.choose(TokenSelection(echo_coef=0.1), "ppo_clip", batch, [], None, seed=0, ranks=world)
-    assert [row.nonzero().flatten().tolist() for row in with_echo.columns["told"]] == told
-    assert with_echo.columns["told"].dtype == torch.float32 and torch.equal(with_echo.response_mask, mask)
-    assert "told" not in token_selection.choose(TokenSelection(), "dro", batch, [], None, seed=0, ranks=world).columns
+    """Prompt 2, then sampled and told tokens, then padding. The first two rows are those of one response. The third row
+    has no score, so its mask is 0. The mean over the other responses counts all rows of a response.
+    """
+    mask = torch.tensor([[0, 0, 1, 1, 0, 0, 1, 0], [0, 0, 1, 0, 0, 0, 0, 0], [0] * 8, [0, 0, 1, 1, 0, 1, 1, 1]]).float()
+    lengths, ids = torch.tensor([7, 6, 8, 8]), torch.zeros(4, 8, dtype=torch.long)
+    owners = torch.tensor([0, 0, 1, 2])
+    batch = Batch(ids, lengths, mask, mask, advantages=mask, rows=torch.arange(4), responses=owners)
+    updates = [Update(range(4), [[0, 1, 2, 3]], 9.0, 2.0, [[0, 1, 2, 3]])]
+    choose = partial(token_selection.choose, batch=batch, updates=updates, entropies=None, seed=0, ranks=world)
+    with_echo = choose(TokenSelection(echo_coef=0.1), "ppo_clip")
+    told, num_told = with_echo.columns["told"], with_echo.columns["num_told"]
+    assert [row.nonzero().flatten().tolist() for row in told] == [[4, 5], [3, 4, 5], [], [4]]
+    assert told.dtype == torch.float32 and torch.equal(with_echo.response_mask, mask)
+    assert num_told.tolist() == [5, 5, 0, 1]
+    x = torch.zeros(4, 8)
+    x[told > 0] = torch.arange(1.0, 7.0)
+    for micros in ([[0, 1, 2, 3]], [[1], [0, 3], [2]]):
+        sizes = dict(num_tokens=9.0, num_seqs=2.0)
+        means = [aggregate(x[i], told[i], "seq-mean-token-mean", lengths=num_told[i], **sizes) for i in micros]
+        assert float(sum(means)) == pytest.approx(((1 + 2 + 3 + 4 + 5) / 5 + 6) / 2)
+    assert "told" not in choose(TokenSelection(), "dro").columns
 
 
 def test_chance_depends_on_seed_row_and_place_alone():
