@@ -380,8 +380,9 @@ def run_all(
     """Run jobs, `at_a_time` of them, and write a result.json for each. What still runs when this ends is killed. So is
     a job of which `has_ended` says that nothing more is to be learned from it, which is no error.
 
-    A job sees one of `gpus`, that with the fewest jobs. Two starts are at least `stagger` seconds apart. A job that
-    needs what is not there yet waits. It is a RuntimeError if nobody makes it.
+    A job sees one of `gpus`, that with the fewest jobs. The word GPU in its command becomes the number of that one. Two
+    starts are at least `stagger` seconds apart. A job that needs what is not there yet waits. It is a RuntimeError if
+    nobody makes it.
     """
     waiting, running, last_start = list(jobs), {}, -stagger
     try:
@@ -400,7 +401,8 @@ def run_all(
                 shutil.rmtree(job.folder, ignore_errors=True)
                 job.folder.mkdir(parents=True)
                 with open(job.folder / "output.log", "w") as log:
-                    command = [sys.executable, *shlex.split(job.command)]
+                    words = shlex.split(job.command)
+                    command = [sys.executable, *(str(gpu) if word == "GPU" else word for word in words)]
                     process = subprocess.Popen(
                         command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
                     )

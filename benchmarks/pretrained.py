@@ -4,6 +4,11 @@
     python benchmarks/pretrained.py --task gsm8k --only grpo dapo ppo trl --jobs 4
     python benchmarks/pretrained.py --task gsm8k --report-only        # tables and figures again, without a GPU
 
+One figure of every algorithm, with 160 steps and three seeds of each:
+
+    python benchmarks/pretrained.py --task word_problems --extra="--total-training-steps 160" --in-one --only grpo \\
+        ppo dapo dpo prime remax reinforce_plus_plus distill self_distill lora_8
+
 Every task has one SFT checkpoint, from which all its runs start. It is trained first and kept, and measured: greedy
 accuracy and pass@8 on all held-out problems. A run differs from the others in its script and flags, which RUNS lists,
 and in its seed. Accuracy is greedy, on all held-out problems, with its standard error sqrt(a (1 - a) / n).
@@ -18,6 +23,7 @@ are found in --work-dir:
     <results>/<task>_training.png        score, length, entropy and engine/trainer gap of every run
 """
 
+import itertools
 import json
 import os
 import re
@@ -92,6 +98,8 @@ TASKS = {
 
 # Half the responses of the others: two models learn, and no two responses share a prompt.
 PPO = "train_ppo.py --train-batch-size 256 --rollout-n 1 --ppo-mini-batch-size 64 --critic-lr 5e-5"
+# The sampler is on the trainer's GPU, which learning.run_all writes in the place of GPU.
+SHARED_GPU = "--sampler-devices GPU"
 RUNS = {
     "algorithms": {
         "grpo": "train_grpo.py --save-freq -1",  # its last step, the teacher of `distill`
@@ -99,11 +107,11 @@ RUNS = {
         "ppo": PPO,
         "trl": "benchmarks/pretrained_trl.py",
     },
-    "ReMax, preferences, implicit rewards, and distillation from a policy that GRPO has trained": {
+    "other algorithms, and distillation from a policy that GRPO has trained": {
+        "reinforce_plus_plus": "train_reinforce.py",
         "remax": "train_reinforce.py --adv-estimator remax",
         "dpo": "train_dpo.py --pairs all",
         "prime": "train_prime.py --gen-batch-size 256",
-        "prime_prm_lr_1e-5": "train_prime.py --prm-lr 1e-5",
         "distill": "train_distill.py --teacher-model TEACHER --loss-mode reverse_kl",
         "distill_sampled": "train_distill.py --teacher-model TEACHER",
     },
@@ -112,6 +120,22 @@ RUNS = {
         "self_distill_jsd": "train_self_distill.py --loss-mode jsd",
         "self_distill_group": "train_self_distill_variants.py --hint-from group --teacher ema --loss-mode jsd "
         "--distill-top-k 100",
+    },
+    "PRIME with one setting changed at a time, between the run that gained and the one that failed": {
+        "prime_all_prompts": "train_prime.py",
+        "prime_prm_lr_1e-5": "train_prime.py --prm-lr 1e-5",
+        "prime_prm_lr_1e-5_chosen": "train_prime.py --prm-lr 1e-5 --gen-batch-size 256",
+        "prime_prm_lr_1e-5_outcome": "train_prime.py --prm-lr 1e-5 --reward-dpo-coef 0",
+    },
+    "samplers of their own, responses up to S steps old": {
+        f"async_{s}{name}": f"train_async.py {SHARED_GPU} --max-staleness {s}{flags}"
+        for s in (0, 1, 4)
+        for name, flags in (("", ""), ("_none", " --rollout-is none"))
+    },
+    "partial rollouts, F times a step's prompts more in flight": {
+        f"partial_{f}_{way}": f"train_grpo.py --partial-rollouts {f} --rollout-is {way}"
+        for f in ("0.25", "1")
+        for way in ("none", "token")
     },
     "an agent that works out every step of an answer again, and may ask twice more": {
         "grpo_agent": 'train_grpo.py --agent "python examples/gsm8k_agent.py" --agents-at-once 256 '
@@ -163,6 +187,8 @@ class Args:
     """A run is ended after this many seconds, and counts as failed."""
     extra: str = ""
     """Every run gets these flags after all others, for example --extra="--total-training-steps 5" for a quick look."""
+    in_one: bool = False
+    """The figure has one row with all runs of --only, instead of a row per group with all runs that are found."""
     gsm8k: str = "openai/gsm8k"
     """This is the folder with GSM8K's train.jsonl and test.jsonl, or its name on the Hugging Face hub."""
     report_only: bool = False
@@ -292,12 +318,12 @@ def plot(results: list[dict], title: str, n: int, path: Path, runs: dict[str, di
     for row, (group, names) in zip(axes, groups.items(), strict=True):
         shown = dict.fromkeys(["grpo", *names] if "grpo" in found else names)
         for axis, key in zip(row, keys, strict=True):
-            for i, name in enumerate(shown):
+            colors = [f"C{i}" for i in range(10)] if len(shown) <= 10 else plt.colormaps["tab20"].colors
+            for name, color in zip(shown, itertools.cycle(colors), strict=False):
                 seeds = [x for x in results if x["name"] == name and len(x["accuracy"]) > 1 and key in x]
                 if seeds:
-                    learning.curve(
-                        axis, seeds, key, f"{name} ({len(seeds)})", f"C{i}", error=partial(standard_error, n=n)
-                    )
+                    error = partial(standard_error, n=n)
+                    learning.curve(axis, seeds, key, f"{name} ({len(seeds)})", color, error=error)
             axis.set(xlabel={"train_seconds": "seconds of training"}.get(key, key))
             axis.grid(alpha=0.3)
         row[0].set_title(group, loc="left")
@@ -342,7 +368,8 @@ def write_results(args: Args, results: list[dict]) -> None:
     path.write_text(f'{{"prepared": {prepared},\n"runs": [\n{lines}\n]}}\n')
     text = table(results, task.num_test)
     path.with_suffix(".md").write_text(text + "\n")
-    plot(results, task.title, task.num_test, path.with_suffix(".png"))
+    groups = {"": {name: "" for name in args.only or NAMES}} if args.in_one else RUNS
+    plot(results, task.title, task.num_test, path.with_suffix(".png"), groups)
     plot_training(results, folder, args.results / f"{args.task}_training.png")
     print(f"\n{text}\n\n{path}, and .md and .png", flush=True)
 

@@ -655,12 +655,17 @@ def test_pretrained_gain_in_standard_errors_by_hand():
     assert pretrained.table([alone, run], 100).endswith("| 0.200 | 0.500, 0.500 | 4.7, 4.7 | 20 | 10,240 | -, 2.50 |")
 
 
-def test_pretrained_flags_are_those_of_their_scripts(tiny_model, tmp_path):
-    """Every run of RUNS and both SFTs parse, and TRL's settings make the same updates of the same size."""
+@pytest.fixture
+def long_model(tiny_model, tmp_path):
+    """A model with as many positions as the responses of a pretrained one need."""
     model = str(shutil.copytree(tiny_model, tmp_path / "model"))
-    config = AutoConfig.from_pretrained(model, max_position_embeddings=4096)  # as many as its responses need
-    config.save_pretrained(model)
-    seen = set()
+    AutoConfig.from_pretrained(model, max_position_embeddings=4096).save_pretrained(model)
+    return model
+
+
+def test_pretrained_flags_are_those_of_their_scripts(long_model):
+    """Every run of RUNS and both SFTs parse, and TRL's settings make the same updates of the same size."""
+    model, seen = long_model, set()
     for task in pretrained.TASKS:
         for job in pretrained.jobs_of(pretrained.Args(task=task), "model"):
             script, *words = shlex.split(job.command)
@@ -675,11 +680,53 @@ def test_pretrained_flags_are_those_of_their_scripts(tiny_model, tmp_path):
                 assert found["per_device_train_batch_size"] * found["steps_per_generation"] == 64 * 8
                 assert found["learning_rate"] == 1e-5 and others  # flags that TRL has no use for
         flags_of("sft.py", f"--model m --train-files x {pretrained.TASKS[task].sft}".split(), model)
-    assert seen == {
-        (script, 256 if script == "train_ppo.py" else 512)
-        for script in SCRIPTS
-        if script not in ("sft.py", "train_async.py")
-    }
+    assert seen == {(script, 256 if script == "train_ppo.py" else 512) for script in SCRIPTS if script != "sft.py"}
+
+
+def test_pretrained_has_old_tokens_with_a_correction_and_without(long_model):
+    """Samplers that share the trainer's GPU and are up to 0, 1 and 4 steps ahead, and partial rollouts."""
+    args = pretrained.Args(task="word_problems", seeds=(0,))
+    found = {}
+    for job in pretrained.jobs_of(args, "model"):
+        if job.name.startswith(("async_", "partial_")):
+            script, *words = shlex.split(job.command)
+            found[job.name] = x = flags_of(script, words, long_model)
+            assert x.script == "train_grpo.py" or (x.samplers, x.sampler_devices) == (1, ("GPU",))
+    ways = {name: x.rollout_is for name, x in found.items()}
+    ages = {"async_0": 0, "async_1": 1, "async_4": 4}
+    assert {name: found[name].max_staleness for name in ages} == ages
+    assert {name: ways[name] for name in ages} == dict.fromkeys(ages, "token")
+    assert {name: found[f"{name}_none"].max_staleness for name in ages} == ages
+    shares = {f"partial_{f}_{way}": (f, way) for f in (0.25, 1) for way in ("none", "token")}
+    shares = {name.replace("_1.0_", "_1_"): x for name, x in shares.items()}
+    assert {name: (found[name].partial_rollouts, ways[name]) for name in shares} == shares
+    assert ways == {name: "none" if name.endswith("_none") else "token" for name in ways} and len(ways) == 6 + 4
+
+
+ALGORITHMS = "grpo ppo dapo dpo prime remax reinforce_plus_plus distill self_distill lora_8"
+
+
+def test_pretrained_draws_every_algorithm_into_one_figure(tmp_path):
+    """The command of the docstring, from runs that are there: one row of three, with GRPO and nine others in each."""
+    words = ALGORITHMS.split()
+    [command] = re.findall(r"pretrained.py (.* --in-one (?:.|\n)*?)\n\n", pretrained.__doc__)
+    args = tyro.cli(pretrained.Args, args=shlex.split(command.replace("\\\n", "")))
+    assert (list(args.only), args.in_one, args.seeds) == (words, True, (0, 1, 2))
+    assert {"--total-training-steps 160" in job.command for job in pretrained.jobs_of(args, "model")} == {True}
+    assert len(pretrained.jobs_of(args, "model")) == 3 * 10
+    for name in (*words, "grpo_fp16"):  # the last one is not asked for
+        folder = tmp_path / "word_problems" / name / "seed_0"
+        folder.mkdir(parents=True)
+        x = dict(name=name, seed=0, steps=[0, 20], accuracy=[0.2, 0.3], responses=[0, 9], train_seconds=[0.0, 5.0])
+        (folder / "result.json").write_text(json.dumps(x))
+        (folder / "metrics.jsonl").write_text('{"step": 0}\n')
+    pretrained.main(replace(args, report_only=True, work_dir=tmp_path, results=tmp_path / "out"))
+    width, height = plt.imread(tmp_path / "out/word_problems.png").shape[1::-1]
+    assert width == 1430 and height == 374  # 13 inches and one row of 3.4 at 110 dots
+    [*_, axis] = [x for x in plt.figure(plt.get_fignums()[-2]).axes if x.get_legend()]
+    labels = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert sorted(labels) == sorted(f"{name} (1)" for name in words)
+    assert len({line.get_color() for line in axis.lines}) == 10
 
 
 def test_pretrained_reports_runs_that_were_ended_early(tmp_path):
@@ -743,14 +790,16 @@ def test_a_job_waits_for_what_it_needs(tmp_path):
 
 
 def test_jobs_take_the_gpu_with_the_fewest_jobs(tmp_path):
-    """Three jobs, two at a time, on GPUs 3 and 5: the first two see one each, the last the one that is free."""
+    """Three jobs, two at a time, on GPUs 3 and 5: the first two see one each, the last the one that is free. Each can
+    name it in its command.
+    """
     program = tmp_path / "show.py"
-    show = "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
-    program.write_text(show)
-    jobs = [learning.Job("x", i, f"{program} {tmp_path}/gpu_{i}", tmp_path / str(i)) for i in range(3)]
+    show = "import os, pathlib, sys; x = os.environ['CUDA_VISIBLE_DEVICES'] + ' ' + ' '.join(sys.argv[2:])"
+    program.write_text(f"{show}; pathlib.Path(sys.argv[1]).write_text(x)")
+    jobs = [learning.Job("x", i, f"{program} {tmp_path}/gpu_{i} --on GPU GPUS", tmp_path / str(i)) for i in range(3)]
     learning.run_all(jobs, 2, 600, gpus=(3, 5))
     seen = [(tmp_path / f"gpu_{i}").read_text() for i in range(3)]
-    assert seen[:2] == ["3", "5"] and seen[2] in ("3", "5")
+    assert seen[:2] == ["3 --on 3 GPUS", "5 --on 5 GPUS"] and seen[2] in seen[:2]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
