@@ -139,11 +139,11 @@ def learn(name: str, way: str, seed: int, args: Args) -> dict:
     made = commands(name, way, seed, args)
     for command, folder in made.values():
         run(command, folder)
-    steps, own = args.steps or TASKS[name].steps, made["train"][1]
+    own = made["train"][1]
     accuracy = {x["step"]: x["val/accuracy"] for x in read_jsonl(own / "run/metrics.jsonl") if "val/accuracy" in x}
     scores = [x.get("acc", x["score"]) or 0.0 for x in read_jsonl(own / "eval/responses.jsonl")]
     found = {"run": f"{name}_{way}", "seed": seed, "accuracy": accuracy, "num_prompts": len(scores)}
-    found |= {"before": accuracy[0], "after": accuracy[steps], "eval": sum(scores) / len(scores)}
+    found |= {"before": accuracy[0], "after": accuracy[max(accuracy)], "eval": sum(scores) / len(scores)}
     if found["after"] != found["eval"]:
         raise RuntimeError(f"{own}: the run's last evaluation is {found['after']}, and eval.py says {found['eval']}")
     args.results.mkdir(parents=True, exist_ok=True)

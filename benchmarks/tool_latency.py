@@ -54,7 +54,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import step_time
-from data import arithmetic
+from data import arithmetic, smollm2
 from extras.agents import EnvironmentFlags, open_partner
 from rl.data.template import load_tokenizer, stop_token_ids
 from rl.data.types import Completion, Request, Sample, Sampling
@@ -85,14 +85,6 @@ class Environment:
         return None if reply.text.endswith("####") else [answer]
 '''
 TURN, LAST_TURN = "<|im_end|>", "####<|im_end|>"  # how they end
-# As those of Qwen2.5 and others: the schemas of the tools in a system message, and calls as JSON in tags.
-TEMPLATE = """{% if tools %}{{ '<|im_start|>system\nYou may call one or more functions.\n<tools>\n' }}
-{%- for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ '</tools><|im_end|>\n' }}{% endif %}
-{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}
-{%- for call in message['tool_calls'] or [] -%}
-{{ '<tool_call>\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
-{{- call['function']['arguments'] | tojson + '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 WORDS = (
     "<tool_call>",
     "</tool_call>",
@@ -237,7 +229,7 @@ def model_of(args: Args, folder: Path) -> Path:
         model = step_time.model_folder(args.shape, args.tokenizer, args.cache, "fixed", 0.0)
     else:
         model, characters = folder / "tiny", "\n" + "".join(map(chr, range(32, 127)))
-        tokenizer = arithmetic.make_tokenizer(characters, (*arithmetic.ROLES, *WORDS), TEMPLATE)
+        tokenizer = arithmetic.make_tokenizer(characters, (*arithmetic.ROLES, *WORDS), smollm2.TOOLS)
         step_time.save_tiny_model(model, tokenizer, vocabulary=49152)
     changed = folder / "model"
     changed.mkdir()
@@ -259,7 +251,7 @@ class Generation:
         model, tool = model_of(args, folder), folder / "tool.py"
         tool.write_text(TOOL)
         tokenizer = load_tokenizer(str(model))
-        tokenizer.chat_template = TEMPLATE
+        tokenizer.chat_template = smollm2.TOOLS
         flags = EnvironmentFlags(environment=str(tool), max_turns=2 * args.turns)
         said = [tokenizer(x, add_special_tokens=False)["input_ids"] for x in (TURN, LAST_TURN)]
         # The token that ends a turn here may be none of those that end a response of the model.

@@ -244,6 +244,22 @@ class Runs:
     def lines(self, i: int) -> list[dict]:
         return read_jsonl(self.dir(i) / "metrics.jsonl")
 
+    def beside_two_ranks(self, patch: Callable[[object, str, object], None], **changes: Any) -> list[dict]:
+        """Run on two ranks, in the folder `two`, and then here. Responses depend on their prompts alone, see
+        `step_by_prompt`, so the metrics must agree. Returns those of the two ranks.
+        """
+        two = self.root / "two"
+        two.mkdir(parents=True)
+        entry = {"script": self.script.__name__, "settings": self.settings(two, **changes), "comparable": True}
+        status, output = launch.run_in_turn(self.root / "runs.json", entry, nproc=2)
+        assert status == 0, output
+        patch(hf.Engine, "step", step_by_prompt())
+        self(**changes)
+        lines = timeless(read_jsonl(two / "metrics.jsonl"))
+        for line, expected in zip(lines, timeless(self.lines(self.count)), strict=True):
+            assert line == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        return lines
+
 
 def leave_distributed() -> None:
     """Undo what a script's main leaves behind when it raises: the process group, and the rank in the environment."""
@@ -448,6 +464,25 @@ def hidden_before(model: torch.nn.Module, prompt: list[int], response: list[int]
 def logp_of(model: torch.nn.Module, hidden: torch.Tensor, response: list[int], temperature: float) -> torch.Tensor:
     """Log-probs (L,) of the tokens of a response, given `hidden_before` them."""
     return (model.lm_head(hidden) / temperature).log_softmax(-1)[torch.arange(len(response)), response]
+
+
+def all_logps(model: torch.nn.Module, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
+    """Log-probs (L, V) of all tokens of the vocabulary at the places of a response."""
+    return (model.lm_head(hidden_before(model, prompt, response)) / temperature).log_softmax(-1)
+
+
+def divergence(kind: str, student: Iterable, teacher: Iterable, beta: float) -> torch.Tensor:
+    """The distance of two lists of probabilities by its definition, in a plain loop."""
+    terms = []
+    for p, t in zip(student, teacher, strict=True):
+        if kind == "forward_kl":
+            terms.append(t * (t.log() - p.log()))
+        elif kind == "reverse_kl":
+            terms.append(p * (p.log() - t.log()))
+        else:
+            m = beta * t + (1 - beta) * p
+            terms.append(beta * t * (t.log() - m.log()) + (1 - beta) * p * (p.log() - m.log()))
+    return sum(terms)
 
 
 def surrogate(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float, c: float) -> torch.Tensor:

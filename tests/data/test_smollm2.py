@@ -6,14 +6,13 @@ import shutil
 
 import pytest
 import torch
+from helpers_agents import check_demonstration
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from data import gsm8k, smollm2
-from extras.agents import EnvironmentFlags, open_partner
-from extras.demonstrations.encode import encode_demonstration
 from extras.demonstrations.rows import read_demonstrations
 from rl.data.encode import encode_prompts
-from rl.data.template import load_tokenizer, stop_token_ids
+from rl.data.template import stop_token_ids
 from rl.model.checks import check_context, check_trainable
 
 
@@ -82,39 +81,17 @@ def test_the_template_with_tools_is_the_models_own_where_there_are_none(folder):
 
 
 def test_a_demonstration_with_a_calculator_has_the_tokens_of_rollouts(folder, tmp_path):
-    """Two calls. What is learned is what the policy samples."""
+    """Two calls, each behind a text of its turn."""
     model = str(shutil.copytree(folder, tmp_path / "model"))
     (tmp_path / "model/chat_template.jinja").write_text(smollm2.TOOLS)
-    tokenizer = load_tokenizer(model)
     answer = "She sold 48/2 = <<48/2=24>>24 clips.\n48+24 = <<48+24=72>>72\n#### 72"
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"question": "How many?", "answer": answer}) + "\n")
     gsm8k.main(gsm8k.Args(source=str(tmp_path), output_dir=tmp_path, calculator=True))
     [row] = read_demonstrations(tmp_path / "sft.parquet")
-    partner = open_partner(
-        EnvironmentFlags(tools=("environments/calculator.py",)), tokenizer, stop_token_ids(model, tokenizer)
-    )
-    try:
-        chat = partner.chat
-        rows = [{"prompt": row["messages"][:1]}]
-        prompt = encode_prompts(tokenizer, rows, text_of=partner.prompt_text)[0]["prompt_ids"]
-        parts, learned = [prompt + chat.ids_of([], [])], [0]
-        for message in row["messages"][1:]:
-            if message["role"] == "tool":
-                parts.append(chat.ids_of([message], parts[-1]))
-                learned.append(0)
-            else:
-                called = [x["function"]["arguments"] for x in message.get("tool_calls") or ()]
-                form = '<tool_call>\n{"name": "calculate", "arguments": %s}\n</tool_call>'
-                text = message["content"] + "".join(form % json.dumps(x) for x in called)
-                parts.append(tokenizer(text + "<|im_end|>")["input_ids"])
-                learned.append(1)
-                assert chat.read(parts[-1])[1] == [("calculate", x) for x in called]
-        ids, mask = encode_demonstration(tokenizer, row)
-        assert ids[:-1] == sum(parts, []) and sum(learned) == 3
-        assert mask == [x for x, part in zip(learned, parts, strict=True) for _ in part] + [0]
-    finally:
-        partner.close()
+    assert [len(x.get("tool_calls") or ()) for x in row["messages"]] == [0, 1, 0, 1, 0, 0]
+    form = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+    check_demonstration(model, row, "environments/calculator.py", form)
 
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path):

@@ -6,19 +6,18 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from helpers_agents import check_demonstration
 
 from data import calculator, guess
 from environments.calculator import calculate
 from environments.guess import Guess
 from environments.python import python
-from extras.agents import EnvironmentFlags, open_partner
 from extras.agents.tools import Call, Reply, Tools
 from extras.demonstrations.encode import encode_demonstration
 from extras.demonstrations.rows import read_demonstrations
 from rewards.environment import compute_score
-from rl.data.encode import encode_prompts
 from rl.data.rows import read_rows
-from rl.data.template import load_tokenizer, stop_token_ids
+from rl.data.template import load_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -105,49 +104,28 @@ def calculator_task(tmp_path_factory):
 
 def test_a_demonstration_with_python_calls_it(tmp_path):
     calculator.main(calculator.Args(output_dir=tmp_path, tool="python", num_sft=200, num_train=50, num_test=30))
-    check_demonstration(tmp_path, "environments/python.py", '"python", "arguments": {"code": "print(', ")", 11)
+    check_calls(tmp_path, "environments/python.py", '{"name": "python", "arguments": {"code": "print(%s)"}}', 11)
 
 
 def test_a_demonstration_with_the_calculator_calls_it(calculator_task):
-    form = '"calculate", "arguments": {"expression": "'
-    check_demonstration(calculator_task, "environments/calculator.py", form, "", 9)
+    call = '{"name": "calculate", "arguments": {"expression": "%s"}}'
+    check_calls(calculator_task, "environments/calculator.py", call, 9)
 
 
-def check_demonstration(folder, tool, before, behind, num_words):
-    """The tokens of SFT are those of the rollouts, and what is learned is what the policy samples there.
-
-    Args: before and behind, what the call has around the expression; num_words, the turn's tokens that are not of it.
+def check_calls(folder, tool, call, num_words):
+    """A demonstration that calls the tool. Args: call, which has %s in the place of the expression; num_words, the
+    tokens of the turn besides those of the expression, which has one for each character.
     """
     model = str(folder / "model")
-    tokenizer = load_tokenizer(model)
     rows = read_demonstrations(folder / "sft.parquet")
     row = next(x for x in rows if len(x["messages"]) == 4 and "####" in x["messages"][-1]["content"])
-    user, called, told, answer = row["messages"]
-    partner = open_partner(EnvironmentFlags(tools=(tool,)), tokenizer, stop_token_ids(model, tokenizer))
-    try:
-        chat, environments = partner.chat, partner.environments
-        prompt = encode_prompts(tokenizer, [{"prompt": [user]}], text_of=partner.prompt_text)[0]["prompt_ids"]
-        function = called["tool_calls"][0]["function"]
-        [written] = function["arguments"].values()
-        expression = written.removeprefix("print(").removesuffix(")")
-        text = f'<tool_call>{{"name": {before}{expression}{behind}"}}}}</tool_call>'
-        turn = tokenizer(text + "<|im_end|>")["input_ids"]
-        assert len(turn) == len(expression) + num_words
-        last = tokenizer(answer["content"] + "<|im_end|>")["input_ids"]
-        parts = [prompt, chat.ids_of([], []), turn, chat.ids_of([told], turn), last]
-        ids, mask = encode_demonstration(tokenizer, row)
-        assert ids[:-1] == sum(parts, [])  # and the line break behind the last turn
-        learned = [x for x, part in zip((0, 0, 1, 0, 1), parts, strict=True) for _ in part]
-        assert mask == [*learned, 0]
-        assert chat.read(turn)[1] == [(function["name"], function["arguments"])]
-        environments.start("a", {"row_index": 0}, 0)
-        assert environments.answers(0)[0].messages == []
-        environments.ask("a", *chat.read(turn), 1)
-        [found] = environments.answers(20)
-        assert found.messages[0]["content"] == told["content"] == calculate(expression)
-        assert environments.end("a").keys() == {"calls", "errors", "seconds"}
-    finally:
-        partner.close()
+    check_demonstration(model, row, tool, '<tool_call>{"name": "%s", "arguments": %s}</tool_call>')
+    _, called, told, _ = row["messages"]
+    [written] = called["tool_calls"][0]["function"]["arguments"].values()
+    expression = written.removeprefix("print(").removesuffix(")")
+    assert told["content"] == calculate(expression)
+    turn = load_tokenizer(model)(f"<tool_call>{call % expression}</tool_call><|im_end|>")["input_ids"]
+    assert len(turn) == len(expression) + num_words
 
 
 def test_the_prompt_of_the_calculator_is_short(calculator_task):

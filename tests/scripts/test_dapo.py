@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_dapo
 import train_grpo
 import train_grpo_variants
-from extras.engines import hf
 from rl.data.batching import make_batch
 from rl.data.encode import encode_prompts
 from rl.data.rows import read_rows
@@ -399,15 +398,7 @@ def test_rewards_without_a_spread_are_no_endless_loop(dapo, tmp_path, value):
 def test_two_ranks_keep_and_learn_what_one_rank_does(dapo, task, tmp_path, monkeypatch, in_double):
     """Rounds of 5 prompts, batches of 3 groups in mini-batches of 2 and 1; responses depend on the prompt alone."""
     changes = dict(gen_batch_size=5, train_batch_size=3, ppo_mini_batch_size=2, rollout_n=2, total_training_steps=3)
-    settings = h.dapo_settings(task, tmp_path / "two", **changes, lr=1e-4)
-    two = {"script": "train_dapo", "settings": settings, "comparable": True}
-    status, output = launch.run_in_turn(tmp_path / "runs.json", two, nproc=2)
-    assert status == 0, output
-    monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
-    dapo(**changes, lr=1e-4)
-    lines = h.timeless(h.read_jsonl(tmp_path / "two" / "metrics.jsonl"))
-    for line, expected in zip(lines, h.timeless(dapo.lines(1)), strict=True):
-        assert line == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    lines = dapo.beside_two_ranks(monkeypatch.setattr, **changes, lr=1e-4)
     assert any(line["train/surplus_groups"] for line in lines) and any(line["reward/zero_std_frac"] for line in lines)
     final = h.weights(tmp_path / "two" / "global_step_3")
     assert h.distance(final, dapo.weights(1, 3)) < 1e-6 < 1e-4 < h.distance(final, h.original(task))

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import shutil
 import statistics
 import threading
@@ -10,7 +9,6 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import helpers_scripts as h
-import launch
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig
@@ -18,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig
 import train_distill
 from data import arithmetic
 from extras.distillation import teacher
-from extras.engines import hf
 from extras.offload import host
 from extras.servers import client
 from rl.flags import build
@@ -39,25 +36,6 @@ def distill(task, tiny_model, tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Whole steps, computed again
-
-
-def log_probs(model, prompt, ids, temperature=1.0):
-    """All log-probs (L, V) at the places of a response."""
-    return (model.lm_head(h.hidden_before(model, prompt, ids)) / temperature).log_softmax(-1)
-
-
-def distance_by_hand(kind, student, other, beta):
-    """Distance of two lists of probabilities, in plain Python except for the student's gradients."""
-    terms = []
-    for p, t in zip(student, other, strict=True):
-        if kind == "forward_kl":
-            terms.append(t * (math.log(t) - p.log()))
-        elif kind == "reverse_kl":
-            terms.append(p * (p.log() - math.log(t)))
-        else:
-            m = beta * t + (1 - beta) * p
-            terms.append(beta * t * (math.log(t) - m.log()) + (1 - beta) * p * (p.log() - m.log()))
-    return sum(terms)
 
 
 def advantage_by_hand(args, score, scores):
@@ -85,8 +63,8 @@ def plain_distill(task, args, rounds, score):
                 x = {"prompt": prompt, "ids": c.token_ids, "engine": torch.tensor(c.logprobs)}
                 x["places"] = torch.arange(len(x["ids"])), torch.tensor(x["ids"])
                 with torch.no_grad():
-                    x["teacher"] = log_probs(master, prompt, x["ids"], args.decoding.temperature)
-                    x["old"] = log_probs(model, prompt, x["ids"], args.decoding.temperature)[x["places"]]
+                    x["teacher"] = h.all_logps(master, prompt, x["ids"], args.decoding.temperature)
+                    x["old"] = h.all_logps(model, prompt, x["ids"], args.decoding.temperature)[x["places"]]
                 x["gap"] = x["engine"].double() - x["teacher"][x["places"]]
                 x["A"] = advantage_by_hand(args, s, scores) - (
                     args.distillation_loss_coef * x["gap"] if args.loss_mode == "sampled" else 0 * x["gap"]
@@ -99,7 +77,7 @@ def plain_distill(task, args, rounds, score):
             mini, loss = sequences[start : start + size], 0.0
             count, own = sum(len(x["ids"]) for x in mini), []
             for x in mini:
-                mine = log_probs(model, x["prompt"], x["ids"], args.decoding.temperature)
+                mine = h.all_logps(model, x["prompt"], x["ids"], args.decoding.temperature)
                 ratio = (mine[x["places"]] - x["old"]).exp()
                 entropies += (-(mine.exp() * mine).sum(-1)).tolist()
                 bounds = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
@@ -107,15 +85,12 @@ def plain_distill(task, args, rounds, score):
                 loss = loss + (h.surrogate(ratio, x["A"], *bounds) * weight).sum() / count
                 if args.loss_mode == "sampled":
                     continue
-                for row, other in zip(mine.exp(), x["teacher"].exp(), strict=True):
-                    if args.distill_top_k == -1:
-                        p, t = list(row), other.tolist()
-                    else:
-                        best = sorted(range(len(other)), key=lambda v: -other[v].item())[: args.distill_top_k]
-                        p, t = [row[v] for v in best], [other[v].item() for v in best]
-                        p, t = [*p, 1 - sum(p)], [*t, 1 - sum(t)]
+                for p, t in zip(mine.exp(), x["teacher"].exp(), strict=True):
+                    if args.distill_top_k != -1:
+                        best = sorted(range(len(t)), key=lambda v, t=t: -t[v].item())[: args.distill_top_k]
+                        p, t = ([*(q[v] for v in best), 1 - sum(q[v] for v in best)] for q in (p, t))
                         student_mass.append(sum(p[:-1]).item())
-                    own.append(distance_by_hand(args.loss_mode, p, t, args.jsd_beta))
+                    own.append(h.divergence(args.loss_mode, p, t, args.jsd_beta))
                     loss = loss + args.distillation_loss_coef * own[-1] / count
             loss.backward()
             norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).item())
@@ -200,19 +175,11 @@ def test_an_offloaded_teacher_is_on_the_host_but_while_it_is_asked(distill, monk
 
 
 @pytest.mark.thorough
-def test_two_ranks_learn_what_one_does(distill, task, tiny_model, tmp_path, monkeypatch, in_double):
+def test_two_ranks_learn_what_one_does(distill, task, tmp_path, monkeypatch, in_double):
     """One prompt a step: one of the ranks samples nothing, and with a budget of one response each has some to learn."""
     changes = dict(train_batch_size=1, ppo_mini_batch_size=1, loss_mode="forward_kl", lr=1e-4, total_training_steps=2)
     changes |= dict(ppo_max_token_len_per_gpu=44, reward_coef=1.0, teacher_offload=True)
-    settings = h.distill_settings(task, tmp_path / "two", teacher_model=tiny_model, **changes)
-    entry = {"script": "train_distill", "settings": settings, "comparable": True}
-    status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=2)
-    assert status == 0, output
-    monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
-    distill(**changes)
-    lines = h.timeless(h.read_jsonl(tmp_path / "two" / "metrics.jsonl"))
-    for line, expected in zip(lines, h.timeless(distill.lines(1)), strict=True):
-        assert line == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    distill.beside_two_ranks(monkeypatch.setattr, **changes)
     final = h.weights(tmp_path / "two" / "global_step_2")
     assert h.distance(final, distill.weights(1, 2)) < 1e-6 < 1e-5 < h.distance(final, h.original(task))
 

@@ -6,14 +6,12 @@ import statistics
 from functools import partial
 
 import helpers_scripts as h
-import launch
 import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dpo
-from extras.engines import hf
 from rl.data.order import prompts_for_step
 from rl.flags import build
 from rl.model import load as models
@@ -263,14 +261,7 @@ def test_two_ranks_learn_what_one_does_with_the_pairs_of_one_prompt(pairs, dpo, 
     """One prompt a step: a rank samples nothing, and with a small budget each has pairs that the other sampled."""
     changes = dict(train_batch_size=1, ppo_mini_batch_size=1, ref_update_steps=2, loss_type="kto_pair", lr=1e-4)
     changes |= dict(total_training_steps=3, max_response_length=40, ppo_max_token_len_per_gpu=144, pairs=pairs)
-    entry = {"script": "train_dpo", "settings": h.dpo_settings(task, tmp_path / "two", **changes), "comparable": True}
-    status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=2)
-    assert status == 0, output
-    monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
-    dpo(**changes)
-    lines = h.timeless(h.read_jsonl(tmp_path / "two" / "metrics.jsonl"))
-    for line, expected in zip(lines, h.timeless(dpo.lines(1)), strict=True):
-        assert line == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    lines = dpo.beside_two_ranks(monkeypatch.setattr, **changes)
     counts = [line["train/num_pairs"] for line in lines]
     assert counts == [4.0] * 3 if pairs == "solution" else max(counts) > 1
     final = h.weights(tmp_path / "two" / "global_step_3")

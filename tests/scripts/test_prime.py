@@ -6,13 +6,11 @@ import statistics
 from functools import partial
 
 import helpers_scripts as h
-import launch
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 
 import train_prime
-from extras.engines import hf
 from rl.flags import build
 from rl.model import load as models
 from rl.run import run
@@ -290,15 +288,7 @@ def test_a_resumed_run_is_an_unbroken_one_bit_by_bit(prime, task, tmp_path):
 def test_two_ranks_learn_what_one_does(prime, task, tmp_path, monkeypatch, in_double):
     """One prompt a step: one of the ranks samples nothing, and with a budget of one response each has some to learn."""
     changes = dict(train_batch_size=1, ppo_mini_batch_size=1, lr=1e-4, prm_lr=1e-4, ppo_max_token_len_per_gpu=44)
-    settings = h.prime_settings(task, tmp_path / "two", **changes)
-    entry = {"script": "train_prime", "settings": settings, "comparable": True}
-    status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=2)
-    assert status == 0, output
-    monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
-    prime(**changes)
-    lines = h.timeless(h.read_jsonl(tmp_path / "two" / "metrics.jsonl"))
-    for line, expected in zip(lines, h.timeless(prime.lines(1)), strict=True):
-        assert line == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    prime.beside_two_ranks(monkeypatch.setattr, **changes)
     for folder in ("huggingface", "huggingface_prm"):
         assert h.distance(h.weights(tmp_path / "two" / "global_step_2", folder), prime.weights(1, 2, folder)) < 1e-6
     assert h.distance(prime.weights(1, 2, "huggingface_prm"), h.original(task)) > 1e-5

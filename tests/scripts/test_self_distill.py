@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_self_distill
 import train_self_distill_variants as family
-from extras.engines import hf
 from rl.flags import build
 from rl.model import load as models
 
@@ -52,25 +51,6 @@ def hinted_prompts(task):
     return result
 
 
-def log_probs(model, prompt, ids, temperature):
-    """All log-probs (L, V) at the places of a response."""
-    return (model.lm_head(h.hidden_before(model, prompt, ids)) / temperature).log_softmax(-1)
-
-
-def distance_by_hand(kind, student, teacher, beta):
-    """The distance of two lists of probabilities, in plain Python except for gradients."""
-    terms = []
-    for p, t in zip(student, teacher, strict=True):
-        if kind == "forward_kl":
-            terms.append(t * (t.log() - p.log()))
-        elif kind == "reverse_kl":
-            terms.append(p * (p.log() - t.log()))
-        else:
-            m = beta * t + (1 - beta) * p
-            terms.append(beta * t * (t.log() - m.log()) + (1 - beta) * p * (p.log() - m.log()))
-    return sum(terms)
-
-
 def plain_self_distill(task, args, rounds, *, through_teacher=False):
     """Self-distillation by the book. Returns weights and reports. `through_teacher` lets gradients flow through the
     teacher too, which would be wrong.
@@ -86,13 +66,13 @@ def plain_self_distill(task, args, rounds, *, through_teacher=False):
             count, loss = sum(len(c.token_ids) for _, c in mini), 0.0
             for prompt, c in mini:
                 ids = list(c.token_ids)
-                student = log_probs(model, prompt, ids, T)
+                student = h.all_logps(model, prompt, ids, T)
                 with torch.set_grad_enabled(through_teacher):
-                    teacher = log_probs(model, hinted[tuple(prompt)], ids, T)
+                    teacher = h.all_logps(model, hinted[tuple(prompt)], ids, T)
                 entropies += (-(student.exp() * student).sum(-1)).tolist()
                 gaps += [x - teacher[t, y].item() for t, (x, y) in enumerate(zip(c.logprobs, ids, strict=True))]
                 for p, t in zip(student.exp(), teacher.exp(), strict=True):
-                    loss = loss + distance_by_hand(args.loss_mode, p, t, args.jsd_beta) / count
+                    loss = loss + h.divergence(args.loss_mode, p, t, args.jsd_beta) / count
             loss.backward()
             losses.append(loss.item())
             norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).item())
@@ -186,21 +166,13 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(distill):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("script", ["train_self_distill", "train_self_distill_variants"])
-def test_two_ranks_learn_what_one_does(script, distill, variants, task, tmp_path, monkeypatch, in_double):
+def test_two_ranks_learn_what_one_does(script, distill, variants, task, monkeypatch, in_double):
     """Three prompts per step, so one rank samples more than the other, and a budget of about one response each."""
     changes = dict(train_batch_size=3, ppo_mini_batch_size=2, lr=1e-4, ppo_max_token_len_per_gpu=100)
     if script == "train_self_distill_variants":
         distill, changes = variants, changes | MEMBERS["SDPO"]
-    settings = h.self_distill_settings(task, tmp_path / "two", **changes)
-    entry = {"script": script, "settings": settings, "comparable": True}
-    status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=2)
-    assert status == 0, output
-    monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
-    distill(**changes)
-    lines = h.timeless(h.read_jsonl(tmp_path / "two" / "metrics.jsonl"))
-    for line, expected in zip(lines, h.timeless(distill.lines(1)), strict=True):
-        assert line == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    final = h.weights(tmp_path / "two" / "global_step_2")
+    distill.beside_two_ranks(monkeypatch.setattr, **changes)
+    final = h.weights(distill.root / "two" / "global_step_2")
     assert h.distance(final, distill.weights(1, 2)) < 1e-6 < 1e-5 < h.distance(final, h.original(task))
 
 
@@ -251,12 +223,12 @@ def plain_variant(task, args, rounds):
             total += len(group)
         loss, count = 0.0, sum(len(ids) for _, _, ids in learned)
         for prompt, with_hint, ids in learned:
-            student = log_probs(model, prompt, ids, 1.0).exp()
+            student = h.all_logps(model, prompt, ids, 1.0).exp()
             with torch.no_grad():
-                other = log_probs(model if args.teacher == "live" else teacher, with_hint, ids, 1.0).exp()
+                other = h.all_logps(model if args.teacher == "live" else teacher, with_hint, ids, 1.0).exp()
             for p, t in zip(student, other, strict=True):
                 both = over_top_k_by_hand(args.distill_top_k, p, t) if args.distill_top_k > 0 else (p, t)
-                loss = loss + distance_by_hand(args.loss_mode, *both, args.jsd_beta) / count
+                loss = loss + h.divergence(args.loss_mode, *both, args.jsd_beta) / count
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
         optimizer.step()
