@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from rl.console import say
@@ -137,7 +138,8 @@ def pad(batch: Batch, model: nn.Module) -> tuple[list[Pass], Tensor]:
         real = torch.arange(width, device=ids.device) < batch.lengths[rows][:, None]
         passes.append(_pass(ids[rows, :width], real, rows))
         start += len(rows) * width
-    if not model.packed.is_whole:  # every pass is a collective of all ranks. One without work runs a single token.
+    # In every pass all ranks exchange weights or gradients. One without work runs a single token.
+    if isinstance(model, FSDPModule):
         most = torch.tensor(len(passes), device=ids.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=dist.group.WORLD)
         one = _pass(ids[:1, :1], torch.ones_like(ids[:1, :1], dtype=torch.bool), [0])

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from extras.families.ways import use_way
 from extras.offload import host
 from extras.plan.rehearsal import largest_micro_batch
-from rl.data.types import take_rows
+from rl.data.types import Batch, take_rows
 from rl.model.load import load_pretrained
 from rl.model.logprobs import token_logprobs
 from rl.model.sharding import apply_fsdp, backward, clip_grad_norm, own_part, shard, sum_gradients
@@ -31,9 +32,13 @@ def memory_of(way: str, **flags: Any) -> MemoryRL:
     )
 
 
-def loaded(path: str, ranks: Ranks, way: str, *, ties: bool = True, learning: str = "", **flags: Any) -> nn.Module:
+def loaded(
+    path: str, ranks: Ranks, way: str, *, ties: bool = True, learning: str = "", is_padded: bool = False, **flags: Any
+) -> nn.Module:
     """A policy that learns what has `learning` in its name. Args: ties, whether embedding and head are one weight."""
     policy = load_pretrained(path, ranks)
+    if is_padded:
+        use_way(policy, "padded")
     if not ties:
         policy.lm_head.weight = nn.Parameter(policy.lm_head.weight.detach() * 0.5)
     for name, x in policy.named_parameters():
@@ -109,9 +114,41 @@ def hand_made(ranks: Ranks) -> list[dict[str, Tensor]]:
     return seen
 
 
+# The lengths of the rows of two micro-batches, by rank. The model runs padded, with similar lengths in one pass, so the
+# ranks have 3 and 1 passes, and then 1 and 3.
+LENGTHS = [(24, 12, 5), (9, 8)], [(20, 18), (24, 12, 6)]
+
+
+def padded_batch(rank: int, micro: int) -> Batch:
+    lengths, position = torch.tensor(LENGTHS[rank][micro]), torch.arange(24)
+    ids = torch.randint(80, (len(lengths), 24), generator=torch.Generator().manual_seed(10 * rank + micro))
+    mask = ((position > 1) & (position < lengths[:, None])).float()
+    return Batch(ids, lengths, mask, torch.zeros_like(mask))
+
+
+def in_passes(path: str, ranks: Ranks, way: str, **flags: Any) -> tuple[dict[str, Tensor], list[int], list[list[int]]]:
+    """Whole gradients after the micro-batches of `padded_batch`, and for each of these how often the first layer has
+    run, and the places of gradients afterwards.
+    """
+    policy, calls, runs, places = loaded(path, ranks, way, is_padded=True, **flags), [], [], []
+    policy.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    for micro in range(2):
+        logp, _ = token_logprobs(policy, padded_batch(ranks.rank, micro))
+        backward(policy, -logp.sum() * (1 + micro), is_last=micro == 1)
+        runs.append(len(calls))
+        places.append([own_part(x.grad).data_ptr() for x in policy.parameters() if x.grad is not None])
+    return {name: x.grad.full_tensor().clone() for name, x in policy.named_parameters()}, runs, places
+
+
 def main(path: str, out: str) -> None:
     ranks = init_ranks()
     results: dict[Any, Any] = {"by hand": hand_made(ranks)}
+    shares = {"shared": {}, "copies": {"fsdp_size": 1}}
+    results["in passes"] = {
+        (way, name): in_passes(path, ranks, way, **flags)
+        for way in (DEVICE, FSDP2, KEPT)
+        for name, flags in shares.items()
+    }
     for flags in ({}, {"fsdp_size": 1}, {"learning": "layers.1.self_attn"}):
         for way in (DEVICE, FSDP2, KEPT):
             learner = Learner(loaded(path, ranks, way, **flags), ranks)

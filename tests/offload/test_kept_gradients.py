@@ -3,16 +3,18 @@
 On a CPU all memory is the host's, and FSDP2 runs the same lines as with a GPU.
 """
 
+import itertools
 from types import SimpleNamespace
 
 import helpers_scripts as h
 import launch
 import pytest
 import torch
-from kept_ranks import BAD, DEVICE, FSDP2, KEPT, Learner, loaded
+from kept_ranks import BAD, DEVICE, FSDP2, KEPT, Learner, loaded, padded_batch
 from test_offload import check_ppo_learns_the_same
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM
 
 from extras.offload import host
 from extras.plan.rehearsal import forget_pass
@@ -151,23 +153,53 @@ def test_a_version_of_fsdp2_that_cannot_be_told_of_a_failed_pass(tiny_model, mon
     assert forget_pass(torch.nn.Linear(1, 1)) and not forget_pass(loaded(tiny_model, init_ranks(), KEPT))
 
 
-def test_ranks_learn_the_same_bits_and_a_parameter_without_a_gradient_keeps_the_one_that_it_has(task, tmp_path):
-    """Two ranks, which share a copy of the model or have one each. A parameter has fewer rows than there are ranks."""
-    launch.run_file("tests/offload/kept_ranks.py", task.model, tmp_path, nproc=2)
-    for rank in range(2):
-        seen = torch.load(tmp_path / f"rank{rank}.pt")
+@pytest.fixture(scope="module")
+def seen_by_ranks(task, tmp_path_factory):
+    """What two ranks have seen, which share a copy of the model or have one each."""
+    folder = tmp_path_factory.mktemp("ranks")
+    launch.run_file("tests/offload/kept_ranks.py", task.model, folder, nproc=2)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+def test_a_parameter_without_a_gradient_keeps_the_one_that_it_has(seen_by_ranks):
+    """A parameter has fewer rows than there are ranks."""
+    for seen in seen_by_ranks:
         # x is 1, 2 and 3 on rank 0, and twice that on rank 1.
         expected = [(5 * 3.0, 30.0, 15.0), (5 * 9.0, 30.0, 45.0), (5 * 18.0, 120.0, 90.0)]
-        for found, (always, sometimes, one) in zip(seen.pop("by hand"), expected, strict=True):
+        for found, (always, sometimes, one) in zip(seen["by hand"], expected, strict=True):
             assert torch.equal(found["always"], torch.full((3,), always))
             assert torch.equal(found["sometimes"], torch.full((5,), sometimes))
             assert torch.equal(found["one"], torch.full((1,), one))
-        cases = {flags for flags, _ in seen}
+
+
+def test_ranks_learn_the_same_bits(seen_by_ranks):
+    for seen in seen_by_ranks:
+        cases = {key[0] for key in seen if isinstance(key, tuple)}
         assert len(cases) == 3
         for flags in cases:
             found = {way: seen[flags, way] for way in (DEVICE, FSDP2, KEPT)}
             check_same(found)
             assert len(set(places(found[KEPT]))) == 1
+
+
+def test_gradients_of_several_passes_of_a_forward_are_those_of_a_plain_loop(task, seen_by_ranks):
+    """A rank with fewer passes than another one takes part in all, also where each has a whole model on its device."""
+    model = AutoModelForCausalLM.from_pretrained(task.model)
+    for rank, micro in itertools.product(range(2), range(2)):
+        batch = padded_batch(rank, micro)
+        for ids, length in zip(batch.input_ids, batch.lengths.tolist(), strict=True):
+            logps = model(ids[None, :length]).logits[0].log_softmax(-1)
+            (-sum(logps[t - 1, ids[t]] for t in range(2, length)) * (1 + micro)).backward()
+    expected = {name: x.grad for name, x in model.named_parameters()}
+    for seen in (rank["in passes"] for rank in seen_by_ranks):
+        assert len(seen) == 6
+        for gradients, runs, _ in seen.values():
+            assert runs == [3, 6]
+            torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
+        for shares in ("shared", "copies"):
+            h.assert_same(seen[FSDP2, shares][0], seen[KEPT, shares][0])
+        _, _, (first, second) = seen[KEPT, "shared"]
+        assert len(first) > 20 and first == second
 
 
 @pytest.mark.parametrize("lora_rank", h.some([0, 4], 0))
