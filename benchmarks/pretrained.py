@@ -126,6 +126,7 @@ RUNS = {
         "prime_prm_lr_1e-5": "train_prime.py --prm-lr 1e-5",
         "prime_prm_lr_1e-5_chosen": "train_prime.py --prm-lr 1e-5 --gen-batch-size 256",
         "prime_prm_lr_1e-5_outcome": "train_prime.py --prm-lr 1e-5 --reward-dpo-coef 0",
+        "prime_outcome": "train_prime.py --gen-batch-size 256 --reward-dpo-coef 0",
     },
     "samplers of their own, responses up to S steps old": {
         f"async_{s}{name}": f"train_async.py {SHARED_GPU} --max-staleness {s}{flags}"
