@@ -19,7 +19,6 @@ import ast
 import functools
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,13 +51,16 @@ def module_files(name: str, beside: Path) -> frozenset[Path]:
     return frozenset()
 
 
-def imports(path: Path) -> Iterator[tuple[str, str]]:
+@functools.cache
+def imports(path: Path) -> list[tuple[str, str]]:
     """(name in this file, dotted name) of all that a file imports."""
+    found = []
     for node in nodes(path):
         if isinstance(node, ast.Import):
-            yield from ((alias.asname or alias.name, alias.name) for alias in node.names)
+            found += [(alias.asname or alias.name, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
+            found += [(alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
 
 
 @functools.cache
@@ -80,10 +82,9 @@ def as_path(node: ast.expr, path: Path) -> Path | None:
     return as_path(constants(path)[name], path) if name in constants(path) else None
 
 
-def texts(path: Path) -> Iterator[str]:
-    for node in nodes(path):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+@functools.cache
+def texts(path: Path) -> list[str]:
+    return [node.value for node in nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
 @functools.cache
@@ -176,6 +177,7 @@ def extra_of(path: Path) -> str | None:
     return parts[1] if parts[0] == "extras" and len(parts) > 2 and path.name != "__init__.py" else None
 
 
+@functools.cache
 def extras_used_by(path: Path) -> set[str]:
     """The extras that a file of tests/ imports or whose flags it names, and those that the scripts it names import."""
     files = set(needs(path))
