@@ -1,6 +1,6 @@
 """Engines that sample in the place of vLLM, and which engine a run has that names none.
 
-hf.py is the plain one. It needs nothing but transformers.
+hf.py is the plain one. It needs nothing but transformers. sglang/ has SGLang in a process of its own.
 """
 
 import os
@@ -11,22 +11,44 @@ HAS_VLLM = getattr(find_spec("vllm"), "origin", None) is not None  # any folder 
 DEFAULT: Literal["vllm", "hf"] = "vllm" if HAS_VLLM else "hf"  # of --engine
 
 
-def check_installed(engine: str) -> None:
-    """Raise ValueError if this engine is vllm and vLLM is not installed. If another engine is used since vLLM is not
-    installed, say so on rank 0.
+def check_engine(flags: Any) -> None:
+    """Raise ValueError if the engine of `EngineSizes` or `EngineFlags` is not installed, or cannot do what the flags ask
+    for. If another engine is used since vLLM is not installed, say so on rank 0.
     """
+    engine, name = flags.engine, f"--engine {flags.engine}"
     if engine == "vllm" and not HAS_VLLM:
         raise ValueError(
             "--engine vllm: vLLM is not installed; install it, as `make install` does on Linux, or leave the flag out"
         )
-    if not HAS_VLLM and os.environ.get("RANK", "0") == "0":
+    if engine == "sglang":
+        from extras.engines.sglang import check_sglang
+
+        check_sglang(flags)
+    if engine == "hf" and (size := flags.tensor_model_parallel_size) != 1:
+        raise ValueError(f"--tensor-model-parallel-size {size} needs --engine vllm; {name} runs on one device")
+    if not HAS_VLLM and engine == "hf" and os.environ.get("RANK", "0") == "0":
         from rl.console import say
 
         say("engine | vLLM is not installed, so the run samples with --engine hf, which is slow with large models")
 
 
-def make_hf(*args: Any, **kwargs: Any) -> Any:
-    """The plain engine, see `hf.Engine`."""
+def check_together(rollout: Any, decoding: Any) -> None:
+    """Raise ValueError if the engine that `EngineFlags` name cannot sample what a script that trains asks for."""
+    if rollout.is_quantized and rollout.engine != "vllm":
+        flag = f"--rollout-quantization {rollout.rollout_quantization}"
+        raise ValueError(f"{flag} needs --engine vllm; --engine {rollout.engine} has no quantization")
+    if rollout.engine == "sglang":
+        from extras.engines.sglang import check_decoding
+
+        check_decoding(decoding)
+
+
+def make_other(model: str, ranks: Any, flags: Any, **how: Any) -> Any:
+    """The engine that `flags` name, which is not vLLM. See `rl.sampling.engines.make_engine`."""
+    if flags.engine == "sglang":
+        from extras.engines.sglang.engine import Engine as SGLang
+
+        return SGLang(model, ranks, flags, **how)
     from extras.engines.hf import Engine
 
-    return Engine(*args, **kwargs)
+    return Engine(model, ranks, flags, longest=how["longest"])

@@ -14,6 +14,7 @@ import torch
 
 from extras.agents import EnvironmentFlags
 from extras.correction import Correction
+from extras.engines import check_together
 from extras.judges import RewardModelFlags
 from extras.lora import LoRA
 from extras.offload import OffloadFlags
@@ -85,10 +86,9 @@ class RLBase(TrainingArgs):
     def check(self, flags: Mapping[str, Any]) -> None:
         """Raise ValueError if flags of different groups contradict each other. `flags` has all of them by name."""
         rollout = self.rollout
+        check_together(rollout, self.decoding)
         if rollout.is_quantized:
             flag = f"--rollout-quantization {rollout.rollout_quantization}"
-            if rollout.engine != "vllm":
-                raise ValueError(f"{flag} needs --engine vllm; --engine {rollout.engine} has no quantization")
             if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
                 raise ValueError(f"{flag} needs a GPU that computes in FP8, such as an H100 or L40S; leave it out")
         if (n := self.validation.val_n) > 1 and self.validation.val_temperature == 0:

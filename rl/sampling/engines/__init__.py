@@ -1,6 +1,6 @@
-"""Rollout engines: `vllm` is the fast one, `hf` needs nothing but transformers. Both do what base.py says."""
+"""Rollout engines, which all do what base.py says. `vllm` is here, and others are in extras/engines."""
 
-from extras.engines import check_installed, make_hf
+from extras.engines import check_engine, make_other
 from extras.families import check_routed
 from rl.console import started
 from rl.model.checks import check_heads
@@ -11,11 +11,9 @@ from rl.sampling.engines.flags import EngineFlags, EngineSizes
 
 def check_engine_flags(flags: EngineSizes, model: str) -> None:
     """Raise ValueError, from the config alone, if --tensor-model-parallel-size does not fit the engine or the model, or
-    if the engine is not installed.
+    if the engine is not installed or cannot do what the flags ask for.
     """
-    check_installed(flags.engine)
-    if flags.engine == "hf" and (size := flags.tensor_model_parallel_size) != 1:
-        raise ValueError(f"--tensor-model-parallel-size {size} needs --engine vllm; --engine hf runs on one device")
+    check_engine(flags)
     check_heads(model, flags.tensor_model_parallel_size)
     if isinstance(flags, EngineFlags) and flags.router_replay:
         check_routed(model, "--router-replay")
@@ -29,12 +27,10 @@ def make_engine(
     Its weights are dummies until the first `update_weights`. With load_weights it has those of the model's files, and
     stays awake. Raises ValueError if the parallelism does not fit the ranks, or the files lack weights.
     """
-    if flags.engine == "hf":
-        engine = make_hf(model, ranks, flags, longest=longest)
-    else:
-        from rl.sampling.engines import vllm
-
-        engine = vllm.Engine(model, ranks, flags, longest=longest, seed=seed, load_weights=load_weights)
+    make = make_other
+    if flags.engine == "vllm":
+        from rl.sampling.engines.vllm import Engine as make
+    engine = make(model, ranks, flags, longest=longest, seed=seed, load_weights=load_weights)
     if not load_weights:
         awake = memory_in_use(ranks)
         engine.sleep()

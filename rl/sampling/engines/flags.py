@@ -12,8 +12,8 @@ class EngineSizes:
     """These flags are about the engine, which samples responses."""
 
     # vllm runs vLLM in this process. hf is the slow and simple sampler of transformers, and the default
-    # where vLLM is not installed.
-    engine: Literal["vllm", "hf"] = DEFAULT
+    # where vLLM is not installed. sglang runs SGLang in a process of its own.
+    engine: Literal["vllm", "hf", "sglang"] = DEFAULT
     # This many GPUs share one vLLM engine, which helps with a large model or with a few long responses.
     tensor_model_parallel_size: Free[Few] = 1
     # vLLM may take this share of the GPU's memory while it generates.
