@@ -5,6 +5,7 @@
 # make promises  install, then the tests of what the project promises, tests/promises.md: less than three minutes
 # make thorough  install, then the suite with the further cases of each property that `make test` leaves out
 # make faults  install, then kill runs at 50 random times, samplers at 60, and break checkpoints: up to 20 minutes
+# make sglang  install SGLang for --engine sglang, in an environment of its own: it needs other versions than the project
 # make lint    install, then ruff, which also checks the format, and the types of rl/
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ endif
 # Bytecode is written even where the environment forbids it: else every process of a test compiles what it imports.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --reruns 1
 
-.PHONY: install demo check test promises thorough faults lint clean
+.PHONY: install sglang demo check test promises thorough faults lint clean
 
 install: $(VENV)/installed
 
@@ -39,6 +40,10 @@ $(VENV)/installed: requirements.txt requirements-cpu.txt requirements-cpu-overri
 	fi
 	-$(BIN)/python -m compileall -qq -j 0 -x '/(tests?|testing|benchmarks|onnx|ao)/' $(VENV)/lib/python3*/site-packages/torch
 	touch $@
+
+sglang: install
+	$(PYTHON) -m venv .venv-sglang
+	$(BIN)/uv pip install --quiet --python .venv-sglang/bin/python -r requirements-sglang.txt
 
 demo: install
 	$(BIN)/python benchmarks/demo.py
@@ -69,4 +74,4 @@ lint: install
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 clean:
-	rm -rf .venv .venv-vllm* runs
+	rm -rf .venv .venv-vllm* .venv-sglang runs

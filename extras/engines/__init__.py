@@ -11,9 +11,9 @@ HAS_VLLM = getattr(find_spec("vllm"), "origin", None) is not None  # any folder 
 DEFAULT: Literal["vllm", "hf"] = "vllm" if HAS_VLLM else "hf"  # of --engine
 
 
-def check_engine(flags: Any) -> None:
-    """Raise ValueError if the engine of `EngineSizes` or `EngineFlags` is not installed, or cannot do what the flags ask
-    for. If another engine is used since vLLM is not installed, say so on rank 0.
+def check_choice(flags: Any) -> None:
+    """Raise ValueError if the engine that `EngineSizes` or `EngineFlags` name is not installed, or cannot do what they
+    ask for. If another engine is used since vLLM is not installed, say so on rank 0.
     """
     engine, name = flags.engine, f"--engine {flags.engine}"
     if engine == "vllm" and not HAS_VLLM:
@@ -30,6 +30,11 @@ def check_engine(flags: Any) -> None:
         from rl.console import say
 
         say("engine | vLLM is not installed, so the run samples with --engine hf, which is slow with large models")
+
+
+def reads_text_only(engine: str) -> str | None:
+    """The flag that names this engine, if it samples from nothing but text."""
+    return "--engine sglang" if engine == "sglang" else None
 
 
 def check_together(rollout: Any, decoding: Any) -> None:

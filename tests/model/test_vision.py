@@ -220,12 +220,14 @@ def test_a_reference_without_its_adapters_sees_images_too(world, folder_of, rows
     assert Vision(policy).with_image(without).share.sum() == 0.75
 
 
-def test_who_reads_text_only_refuses_images(rows, folder_of, tiny_model):
+def test_who_reads_text_only_refuses_images(rows, folder_of, tiny_model, monkeypatch):
+    monkeypatch.setenv("SGLANG_PYTHON", "python")  # which is not started
     settings = dict(model=folder_of["qwen3_vl"], train_files=(str(rows),), val_before_train=False, test_freq=-1)
     settings |= dict(max_prompt_length=64, max_response_length=64, train_batch_size=2, engine="hf")
     for args, what in (
         (build(train_ppo.Args, **settings), "the critic of train_ppo.py"),
         (build(train_grpo.Args, **settings, reward_model=tiny_model), "--reward-model"),
+        (build(train_grpo.Args, **settings | dict(engine="sglang")), "--engine sglang"),
     ):
         with pytest.raises(ValueError, match=rf"train\.parquet: row 0: has images, and {what} reads text only"):
             load_task(args)

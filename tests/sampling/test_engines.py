@@ -44,7 +44,7 @@ from rl.model.logprobs import token_logprobs
 from rl.model.sharding import full_tensors
 from rl.ranks import init_ranks
 from rl.run.task import load_task
-from rl.sampling.engines import vllm
+from rl.sampling.engines import make_engine
 from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import sample_groups
 from rl.sampling.loop import Loop, Trajectory
@@ -549,9 +549,10 @@ def test_hf_engine_refuses_tensor_parallelism(tiny_model):
         )
 
 
-def test_vllm_engine_refuses_more_parallelism_than_ranks(tiny_model, world):
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_no_engine_has_more_parallelism_than_ranks(tiny_model, world, engine):
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 2 does not divide the 1 rank"):
-        vllm.Engine(tiny_model, world, EngineFlags(tensor_model_parallel_size=2), longest=64)
+        make_engine(tiny_model, world, EngineFlags(engine=engine, tensor_model_parallel_size=2), longest=64)
 
 
 # --- samples ---

@@ -15,8 +15,11 @@ import torch
 from helpers_engines import PROMPTS, TEMPERATURE, change, logits_of, plain, push, trainer_gap, weights
 from helpers_samplers import with_two_heads
 
+import train_grpo
 from extras.engines.sglang import engine as sglang
 from rl.data.types import Request, Sampling
+from rl.flags import build
+from rl.run.task import load_task
 from rl.sampling.engines import check_engine_flags
 from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import sample_groups
@@ -24,6 +27,7 @@ from rl.sampling.loop import Loop
 
 ROWS = [{"prompt_ids": prompt, "row_index": 10 + i} for i, prompt in enumerate(PROMPTS)]
 IS_REAL = "GLASSRL_SGLANG" in os.environ
+LIMIT = 3e-4  # SGLang takes the logarithm of probabilities, which costs a digit where they are small
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,6 +40,11 @@ def python_with_sglang(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_PYTHON", os.environ.get("GLASSRL_SGLANG", str(program)))
         yield
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return h.make_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")
@@ -70,23 +79,23 @@ def test_it_samples_from_the_policy_that_was_pushed_last(engine, policy):
     push(engine, policy)
     first = sampled(engine)
     assert engine.policy_version == before + 1
-    assert trainer_gap(policy, first) < 1e-4 and len(first) == 10
+    assert trainer_gap(policy, first) < LIMIT and len(first) == 10
     change(policy, scale=0.3, seed=1)
     assert trainer_gap(policy, sampled(engine)) > 0.1  # the engine has the weights of before
     push(engine, policy)
-    assert trainer_gap(policy, sampled(engine)) < 1e-4
+    assert trainer_gap(policy, sampled(engine)) < LIMIT
 
 
 def test_weights_arrive_in_as_many_buckets_as_they_need(engine, policy, monkeypatch):
     change(policy, scale=0.3)
     sizes = [x.numel() * x.element_size() for x in weights(policy).values()]
     monkeypatch.setattr(sglang, "BUCKET", 2 * min(sizes))
-    buckets = [*sglang._buckets(weights(policy).items())]
+    buckets = [*sglang.buckets_of(weights(policy).items())]
     assert [name for bucket in buckets for name, _ in bucket] == [*weights(policy)] and len(buckets) > 5
     for bucket in buckets:  # a tensor that is larger than that has a bucket of its own
         assert len(bucket) == 1 or sum(x.numel() * x.element_size() for _, x in bucket) <= 2 * min(sizes)
     push(engine, policy)
-    assert trainer_gap(policy, sampled(engine)) < 1e-4
+    assert trainer_gap(policy, sampled(engine)) < LIMIT
 
 
 def test_without_temperature_it_takes_the_most_likely_token(engine, policy):
@@ -157,7 +166,7 @@ def test_it_gives_memory_back_and_takes_it_again(engine, policy):
         engine.wake()
         change(policy, scale=0.3, seed=seed)
         push(engine, policy)
-        assert trainer_gap(policy, sampled(engine)) < 1e-4
+        assert trainer_gap(policy, sampled(engine)) < LIMIT
     engine.can_sleep = False
 
 
@@ -169,12 +178,9 @@ def test_a_request_that_cannot_be_sampled_and_a_push_without_all_of_it_are_error
         engine.child.ask("weights", [("lm_head.weight", (1,), "float32", 0, 4)], [np.zeros(4, np.uint8).tobytes()])
     engine.longest = 1000  # as if nothing had been checked
     engine.add([request("long", max_tokens=200)])
-    if IS_REAL:
-        assert steps(engine, 1)["long"].finish_reason == "length"
-    else:
-        with pytest.raises(RuntimeError, match="SGLang: ValueError: longer than the context"):
-            steps(engine, 1)
-        engine.in_flight.clear()
+    with pytest.raises(RuntimeError, match="SGLang gave up on the response long: ValueError: .*context"):
+        steps(engine, 1)
+    engine.in_flight.clear()
     engine.longest = 128
 
 
@@ -184,7 +190,9 @@ def test_a_process_that_is_killed_ends_the_run_with_a_sentence(world, tiny_model
     made._hand_over()
     children = launch.descendants(made.child.process.pid)
     os.kill(made.child.process.pid, signal.SIGKILL)
-    sentence = rf"SGLang's process {made.child.process.pid} has ended \(status -9\).*goes on after its last checkpoint"
+    sentence = (
+        rf"SGLang's process {made.child.process.pid} has ended \(status -9\); .*goes on after the last checkpoint"
+    )
     with pytest.raises(RuntimeError, match=sentence):
         steps(made, 1)
     with pytest.raises(RuntimeError, match=sentence):
@@ -192,8 +200,7 @@ def test_a_process_that_is_killed_ends_the_run_with_a_sentence(world, tiny_model
     launch.until(lambda: not any(map(launch.alive, children)), 60, "the end of what SGLang had started")
 
 
-def test_a_run_whose_engine_is_killed_goes_on_when_it_is_started_again(tmp_path):
-    task = h.make_task(tmp_path / "task")
+def test_a_run_whose_engine_is_killed_goes_on_when_it_is_started_again(task, tmp_path):
     settings = h.grpo_settings(task, tmp_path / "run", engine="sglang", save_freq=1, total_training_steps=6)
     run = launch.fork("train_grpo", settings, tmp_path / "log", fault=kill_at_step_3)
     assert run.ends() == [1], run.log.read_text()
@@ -218,8 +225,20 @@ def kill_at_step_3():
     sglang.Engine.step = dying
 
 
-def test_two_ranks_share_an_engine(tmp_path):
-    task = h.make_task(tmp_path / "task")
+def test_partial_rollouts_go_on_with_new_weights(task, tmp_path):
+    changes = dict(engine="sglang", partial_rollouts=1.0, rollout_is="none", total_training_steps=4)
+    settings = h.grpo_settings(task, tmp_path / "run", **changes, max_response_length=40)
+    run = launch.fork("train_grpo", settings, tmp_path / "log")
+    assert run.ends() == [0], run.log.read_text()
+    lines = [x for x in h.read_jsonl(tmp_path / "run" / "metrics.jsonl") if "actor/loss" in x]
+    assert len(lines) == 4 and max(x["rollout/mixed_frac"] for x in lines) > 0
+    gaps = [x["rollout/logprob_gap_mean"] for x in lines if "rollout/logprob_gap_mean" in x]  # of the newest weights
+    assert len(gaps) >= 2 and max(gaps) < 1e-5
+
+
+def test_two_ranks_share_an_engine(task, tmp_path):
+    if IS_REAL:
+        pytest.skip("SGLang has no tensor parallelism on this kind of CPU")
     settings = h.grpo_settings(task, tmp_path / "run", engine="sglang", tensor_model_parallel_size=2, test_freq=2)
     settings["model"] = with_two_heads(task, tmp_path / "model")
     run = launch.fork("train_grpo", settings, tmp_path / "log", ranks=2)
@@ -239,11 +258,17 @@ def test_two_ranks_share_an_engine(tmp_path):
         (dict(rollout_quantization="fp8", rollout_is="token"), "--rollout-quantization fp8 needs --engine vllm"),
     ],
 )
-def test_what_sglang_cannot_do_is_refused_by_name(tmp_path, changes, sentence):
-    task = h.make_task(tmp_path / "task")
-    run = launch.fork("train_grpo", h.grpo_settings(task, tmp_path / "run", engine="sglang", **changes), tmp_path / "log")
-    assert run.ends() == [1]
-    assert sentence in run.log.read_text() and "model read" not in run.log.read_text()
+def test_what_sglang_cannot_do_is_refused_by_name(task, tmp_path, changes, sentence):
+    settings = h.grpo_settings(task, tmp_path / "run", engine="sglang", **changes)
+    with pytest.raises(ValueError, match=sentence):
+        load_task(build(train_grpo.Args, **settings))
+    truncated = dict(val_temperature=1.0, val_top_p=0.9)  # only log-probs of training have to be right
+    assert load_task(build(train_grpo.Args, **h.grpo_settings(task, tmp_path / "run", engine="sglang", **truncated)))
+
+
+def test_an_sglang_that_does_not_start_ends_the_run_with_a_sentence(world, tmp_path):
+    with pytest.raises(RuntimeError, match=r"SGLang's process \d+ has ended \(status 1\); see what it printed above\."):
+        sglang.Child({"model_path": str(tmp_path)}, "")
 
 
 def test_where_sglang_is_not_installed_it_is_refused(monkeypatch, tiny_model):
@@ -254,6 +279,6 @@ def test_where_sglang_is_not_installed_it_is_refused(monkeypatch, tiny_model):
 
 def test_the_gpus_of_an_engine_are_those_of_its_ranks(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert sglang._gpus(0, 1) == "0" and sglang._gpus(2, 2) == "2,3"
+    assert sglang.gpus_of(0, 1) == "0" and sglang.gpus_of(2, 2) == "2,3"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-ab,7,1")
-    assert sglang._gpus(0, 2) == "5,GPU-ab" and sglang._gpus(3, 1) == "1"
+    assert sglang.gpus_of(0, 2) == "5,GPU-ab" and sglang.gpus_of(3, 1) == "1"

@@ -12,9 +12,8 @@ ROOT = Path(__file__).resolve().parents[3]
 def python_of_sglang() -> str | None:
     """The Python that has SGLang: $SGLANG_PYTHON, that of `make sglang`, or this one. None if there is none."""
     made = ROOT / ".venv-sglang" / "bin" / "python"
-    if named := os.environ.get("SGLANG_PYTHON"):
-        return named
-    return str(made) if made.exists() else sys.executable if find_spec("sglang") is not None else None
+    here = sys.executable if find_spec("sglang") is not None else None
+    return os.environ.get("SGLANG_PYTHON") or (str(made) if made.exists() else here)
 
 
 def check_sglang(flags: Any) -> None:
@@ -34,6 +33,6 @@ def check_decoding(decoding: Any) -> None:
     for flag, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
         if (value := getattr(decoding, flag)) != off:
             raise ValueError(
-                f"--{flag.replace('_', '-')} {value} needs --engine vllm or hf; SGLang gives the log-probs that a token "
-                "has before the others are left out"
+                f"--{flag.replace('_', '-')} {value} needs --engine vllm or hf; SGLang gives the log-probs that tokens "
+                "have before others are left out"
             )

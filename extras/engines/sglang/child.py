@@ -13,9 +13,8 @@ They hold plain numbers, texts and bytes, so the two Pythons may differ. The tra
 
 and hears of responses and of what it has asked for:
 
-    ("ended", [(name, token ids, log-probs, reason), ...])
-    ("done", None or what went wrong)           after each of the others, but not after "add"
-    ("failed", what went wrong)                 if a request was refused
+    ("ended", (name, token ids, log-probs, reason))     where another reason than SGLang's says what went wrong
+    ("done", None or what went wrong)                   after each message
 
 A socket that is closed ends this process, and so ends everything that SGLang has started.
 """
@@ -23,16 +22,17 @@ A socket that is closed ends this process, and so ends everything that SGLang ha
 import asyncio
 import os
 import sys
-import threading
+from importlib import import_module
 from multiprocessing.connection import Connection
 
 MEMORY = ["kv_cache", "weights", "cuda_graph"]  # what SGLang gives back while it sleeps
-
-
-def check(success, message):
-    """Raise RuntimeError unless SGLang has done what it was asked for."""
-    if not success:
-        raise RuntimeError(message)
+CALLS = {  # what is asked for -> a method of SGLang's manager, the class of its argument, and what is in that
+    "begin": ("begin_weight_update", "BeginWeightUpdateReqInput", {}),
+    "weights": ("update_weights_from_tensor", "UpdateWeightsFromTensorReqInput", {"flush_cache": False}),
+    "end": ("end_weight_update", "EndWeightUpdateReqInput", {}),
+    "sleep": ("release_memory_occupation", "ReleaseMemoryOccupationReqInput", {"tags": MEMORY}),
+    "wake": ("resume_memory_occupation", "ResumeMemoryOccupationReqInput", {"tags": MEMORY}),
+}
 
 
 class Shared:
@@ -42,23 +42,34 @@ class Shared:
         self.arguments = arguments  # of `rebuild_cuda_tensor`, with the GPU's UUID in the place of its number
 
     def __reduce__(self):
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+        return import_module("torch.multiprocessing.reductions").rebuild_cuda_tensor, self.arguments
 
-        return rebuild_cuda_tensor, self.arguments
+
+def load(tensors, parts):
+    """What SGLang calls a flattened bucket, as its processes unpickle it.
+
+    Args: tensors, name, shape, dtype, first and last byte of each tensor in a buffer; parts, that buffer as every GPU
+    has it: the arguments of `Shared`, or bytes on a CPU.
+    """
+    import torch
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+    about = [
+        FlattenedTensorMetadata(name, torch.Size(shape), getattr(torch, dtype), start, end, end - start)
+        for name, shape, dtype, start, end in tensors
+    ]
+    buffers = [torch.frombuffer(bytearray(x), dtype=torch.uint8) if isinstance(x, bytes) else Shared(x) for x in parts]
+    given = [MultiprocessingSerializer.serialize({"flattened_tensor": x, "metadata": about}) for x in buffers]
+    return {"serialized_named_tensors": given, "load_format": "flattened_bucket"}
 
 
 class Child:
     """SGLang, and the requests that it samples."""
 
     def __init__(self, connection, engine):
-        self.connection, self.engine, self.tasks, self.ended = connection, engine, {}, []
+        self.connection, self.engine, self.tasks = connection, engine, {}
         self.manager, self.loop = engine.tokenizer_manager, engine.loop
-
-    def send_ended(self):
-        """Send all responses that have ended since the last time."""
-        if self.ended:
-            self.connection.send(("ended", self.ended))
-            self.ended = []
 
     async def sample(self, name, prompt_ids, parameters):
         """One response."""
@@ -66,117 +77,64 @@ class Child:
             found = await self.engine.async_generate(
                 input_ids=prompt_ids, sampling_params=parameters, return_logprob=True, rid=name
             )
+            about = found["meta_info"]
+            logprobs, reason = [x[0] for x in about["output_token_logprobs"]], about["finish_reason"]["type"]
+            self.connection.send(("ended", (name, list(found["output_ids"]), logprobs, reason)))
         except Exception as error:
-            self.connection.send(("failed", f"{type(error).__name__}: {error}"))
-            return
-        logprobs = [x[0] for x in found["meta_info"]["output_token_logprobs"]]
-        self.ended.append((name, list(found["output_ids"]), logprobs, found["meta_info"]["finish_reason"]["type"]))
-        if len(self.ended) == 1:
-            self.loop.call_soon(self.send_ended)
+            self.connection.send(("ended", (name, [], [], f"{type(error).__name__}: {error}")))
         del self.tasks[name]
 
-    def add(self, requests):
+    async def add(self, requests):
         """Begin to sample."""
         for name, *request in requests:
             self.tasks[name] = self.loop.create_task(self.sample(name, *request))
 
     async def abort(self, names):
         """Stop sampling, and wait until what there is was sent."""
-        tasks = [self.tasks[name] for name in names if name in self.tasks]
         await asyncio.sleep(0)  # requests that have just come are handed to SGLang first
-        while unfinished := [name for name in names if name in self.tasks]:
+        while unfinished := {name: self.tasks[name] for name in names if name in self.tasks}:
             for name in unfinished:
                 self.manager.abort_request(name)
-            await asyncio.wait(tasks, timeout=0.2)  # one that was on its way to SGLang is aborted again
-        self.send_ended()
+            await asyncio.wait(unfinished.values(), timeout=0.2)  # one that was on its way is aborted again
 
-    async def load(self, tensors, parts):
-        """Load weights. `tensors` has name, shape, dtype, first and last byte of each in a buffer. `parts` has that
-        buffer as every GPU has it: the arguments of `Shared`, or bytes on a CPU.
-        """
-        import torch
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-        from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
-
-        about = [
-            FlattenedTensorMetadata(name, torch.Size(shape), getattr(torch, dtype), start, end, end - start)
-            for name, shape, dtype, start, end in tensors
-        ]
-        if isinstance(parts[0], bytes):
-            buffer = torch.frombuffer(bytearray(parts[0]), dtype=torch.uint8)
-            given, form = FlattenedTensorBucket(flattened_tensor=buffer, metadata=about).reconstruct_tensors(), None
-            parts = [given] * len(parts)
-        else:
-            form = "flattened_bucket"
-            parts = [{"flattened_tensor": Shared(x), "metadata": about} for x in parts]
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(x) for x in parts],
-            load_format=form,
-            flush_cache=False,
-        )
-        check(*await self.manager.update_weights_from_tensor(request, None))
-
-    async def begin(self):
-        """Begin a push of weights."""
-        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
-
-        check(*await self.manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
-
-    async def end(self):
-        """End a push of weights, and forget the keys and values of earlier prompts."""
-        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
-
-        check(*await self.manager.end_weight_update(EndWeightUpdateReqInput(), None))
-        check((await self.manager.flush_cache()).success, "it kept a stale prefix cache after a push of weights")
-
-    async def sleep(self):
-        """Give the memory of the GPU back."""
-        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
-
-        await self.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=MEMORY), None)
-
-    async def wake(self):
-        """Take it again."""
-        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
-
-        await self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=MEMORY), None)
+    async def call(self, what, *arguments):
+        """Let SGLang do what CALLS has. After a push it also forgets the keys and values of earlier prompts."""
+        method, kind, fields = CALLS[what]
+        request = getattr(import_module("sglang.srt.managers.io_struct"), kind)
+        fields = fields | (load(*arguments) if what == "weights" else {})
+        success, message = await getattr(self.manager, method)(request(**fields), None) or (True, "")
+        if what == "end" and success and not (await self.manager.flush_cache()).success:
+            success, message = False, "it kept a stale prefix cache after a push of weights"
+        if not success:
+            raise RuntimeError(message)
 
     async def do(self, what, *arguments):
         """Do what was asked for, and say so."""
         try:
-            await getattr(self, {"weights": "load"}.get(what, what))(*arguments)
+            await (self.call(what, *arguments) if what in CALLS else getattr(self, what)(*arguments))
         except Exception as error:
             self.connection.send(("done", f"{type(error).__name__}: {error}"))
         else:
             self.connection.send(("done", None))
 
-    def take(self, message):
-        """Begin to do what a message says."""
-        if message[0] == "add":
-            self.add(message[1])
-        else:
-            self.loop.create_task(self.do(*message))
-
     def listen(self):
         """Take messages until the other end is closed."""
         try:
             while True:
-                message = self.connection.recv()
-                self.loop.call_soon_threadsafe(self.take, message)
+                asyncio.run_coroutine_threadsafe(self.do(*self.connection.recv()), self.loop)
         except (EOFError, OSError):
             self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 def main():
+    """Start SGLang, and serve it until the other end is closed."""
     connection = Connection(int(sys.argv[1]))
-    what, settings = connection.recv()
-    assert what == "start"
+    _, settings = connection.recv()
     from sglang.srt.entrypoints.engine import Engine
 
     child = Child(connection, Engine(**settings))
     connection.send(("done", None))
-    threading.Thread(target=child.listen, daemon=True).start()
+    child.loop.run_in_executor(None, child.listen)
     child.loop.run_forever()
     child.engine.shutdown()
     os._exit(0)

@@ -1,6 +1,6 @@
 """Rollout engines, which all do what base.py says. `vllm` is here, and others are in extras/engines."""
 
-from extras.engines import check_engine, make_other
+from extras.engines import check_choice, make_other
 from extras.families import check_routed
 from rl.console import started
 from rl.model.checks import check_heads
@@ -13,7 +13,7 @@ def check_engine_flags(flags: EngineSizes, model: str) -> None:
     """Raise ValueError, from the config alone, if --tensor-model-parallel-size does not fit the engine or the model, or
     if the engine is not installed or cannot do what the flags ask for.
     """
-    check_engine(flags)
+    check_choice(flags)
     check_heads(model, flags.tensor_model_parallel_size)
     if isinstance(flags, EngineFlags) and flags.router_replay:
         check_routed(model, "--router-replay")
@@ -27,6 +27,11 @@ def make_engine(
     Its weights are dummies until the first `update_weights`. With load_weights it has those of the model's files, and
     stays awake. Raises ValueError if the parallelism does not fit the ranks, or the files lack weights.
     """
+    if ranks.size % (size := flags.tensor_model_parallel_size):
+        raise ValueError(
+            f"--tensor-model-parallel-size {size} does not divide the {ranks.size} rank(s) of this run; start a "
+            "multiple of it with torchrun --nproc_per_node"
+        )
     make = make_other
     if flags.engine == "vllm":
         from rl.sampling.engines.vllm import Engine as make

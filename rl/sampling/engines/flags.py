@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from extras.engines import DEFAULT
+from extras.engines import DEFAULT, reads_text_only
 from rl.flags import Few, Free, Positive, PositiveShare
 
 
@@ -43,3 +43,8 @@ class EngineFlags(EngineSizes):
     def is_quantized(self) -> bool:
         """Whether the engine rounds its weights to fewer bits than the trainer."""
         return self.rollout_quantization != "none"
+
+    @property
+    def text_only(self) -> str | None:
+        """Which flag makes that images cannot be sampled from, if one does."""
+        return reads_text_only(self.engine)

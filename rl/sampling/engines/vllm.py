@@ -53,8 +53,8 @@ class Prompts:
 class Engine(base.Engine):
     """See `base.Engine`. vLLM on this rank's device, or over --tensor-model-parallel-size neighboring ranks.
 
-    Unless `load_weights`, weights are dummies until the first `update_weights`. Raises ValueError if the ranks cannot
-    be divided into engines of that size. Tokens are read from vLLM's core. See vllm_scheduler.py for the reason.
+    Unless `load_weights`, weights are dummies until the first `update_weights`. Tokens are read from vLLM's core. See
+    vllm_scheduler.py for the reason.
     """
 
     def __init__(
@@ -62,11 +62,6 @@ class Engine(base.Engine):
     ):
         super().__init__(ranks, longest)
         size, on_cpu = flags.tensor_model_parallel_size, ranks.device.type == "cpu"
-        if ranks.size % size:
-            raise ValueError(
-                f"--tensor-model-parallel-size {size} does not divide the {ranks.size} rank(s) of this run; start a "
-                "multiple of it with torchrun --nproc_per_node"
-            )
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         of_device = _prepared_for_cpu() if on_cpu else _of_gpu(flags)

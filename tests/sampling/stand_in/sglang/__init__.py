@@ -43,12 +43,9 @@ class FlattenedTensorMetadata:
         assert numel == end_idx - start_idx
 
 
-class FlattenedTensorBucket:
-    def __init__(self, *, flattened_tensor, metadata):
-        self.flat, self.metadata = flattened_tensor, metadata
-
-    def reconstruct_tensors(self):
-        return [(x.name, self.flat[x.start : x.end].view(x.dtype).view(x.shape)) for x in self.metadata]
+def tensors_of(flattened_tensor, metadata):
+    """The tensors of a bucket, by name."""
+    return {x.name: flattened_tensor[x.start : x.end].view(x.dtype).view(x.shape) for x in metadata}
 
 
 class Manager:
@@ -79,7 +76,8 @@ class Manager:
         if not self.in_push:
             return False, "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()"
         assert len(request.serialized_named_tensors) == self.engine.size and request.flush_cache is False
-        given = [dict(pickle.loads(x)) for x in request.serialized_named_tensors]
+        assert request.load_format == "flattened_bucket"
+        given = [tensors_of(**pickle.loads(x)) for x in request.serialized_named_tensors]
         own = self.engine.model.state_dict()
         for name, x in given[0].items():
             assert all((part[name] == x).all() for part in given), f"ranks have pushed different {name}"
