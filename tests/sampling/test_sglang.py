@@ -145,6 +145,30 @@ def test_aborted_requests_come_back_with_what_they_have_and_go_on_with_new_weigh
             assert (versions[count:] == engine.policy_version).all() and len(x.response_ids) <= 80
 
 
+@pytest.mark.parametrize("how", ["stop", "length"])
+def test_a_response_that_was_complete_when_it_was_aborted_is_not_sampled_any_further(engine, policy, how):
+    push(engine, policy)
+    loop, stops = Loop(engine), tuple(range(80)) if how == "stop" else ()
+    for name, row in enumerate(ROWS):
+        loop.start(name, row, Sampling(n=2, temperature=TEMPERATURE, max_tokens=1, stop_token_ids=stops))
+    assert loop.is_open()
+    engine._hand_over()
+    while len(engine.child.ended) < 10:
+        engine.child.hear()
+    loop.interrupt()  # after SGLang has completed them, and before a step has asked for them
+    old = {key: (list(x.ids), x.finish_reason) for key, x in loop.trajectories.items()}
+    assert len(old) == 10 and all(len(ids) == 1 and reason == "abort" for ids, reason in old.values())
+    push(engine, policy)
+    loop.resume()
+    done = dict(loop.run())
+    assert {(name, j): (x.response_ids.tolist(), "abort") for name, y in done.items() for j, x in enumerate(y)} == old
+    assert {x.finish_reason for samples in done.values() for x in samples} <= {how, "stop"}
+    assert all((x.columns["versions"][-1] == engine.policy_version - 1) for samples in done.values() for x in samples)
+    assert not engine.complete
+    engine.complete[0, 0] = [1, 2], "stop"  # of a loop that was abandoned; another has a response of that name
+    assert len(sampled(engine, n=1, max_tokens=5, stop_token_ids=())) == 5
+
+
 def test_no_request_is_aborted_with_another_whose_number_begins_alike(engine, policy):
     push(engine, policy)
     engine.add([request(i, max_tokens=60) for i in range(25)])
@@ -190,9 +214,7 @@ def test_a_process_that_is_killed_ends_the_run_with_a_sentence(world, tiny_model
     made._hand_over()
     children = launch.descendants(made.child.process.pid)
     os.kill(made.child.process.pid, signal.SIGKILL)
-    sentence = (
-        rf"SGLang's process {made.child.process.pid} has ended \(status -9\); .*goes on after the last checkpoint"
-    )
+    sentence = rf"SGLang's process {made.child.process.pid} has ended \(status -9\); what it printed is above"
     with pytest.raises(RuntimeError, match=sentence):
         steps(made, 1)
     with pytest.raises(RuntimeError, match=sentence):
@@ -250,7 +272,7 @@ def test_two_ranks_share_an_engine(task, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (dict(top_p=0.9), "--top-p 0.9 needs --engine vllm or hf; SGLang gives the log-probs"),
+        (dict(top_p=0.9), "--top-p 0.9 needs --engine vllm or hf; SGLang returns log-probs of the full"),
         (dict(top_k=5), "--top-k 5 needs --engine vllm or hf"),
         (dict(min_p=0.1), "--min-p 0.1 needs --engine vllm or hf"),
         (dict(router_replay=True), "--router-replay needs --engine vllm; --engine sglang cannot do that"),
@@ -267,7 +289,7 @@ def test_what_sglang_cannot_do_is_refused_by_name(task, tmp_path, changes, sente
 
 
 def test_an_sglang_that_does_not_start_ends_the_run_with_a_sentence(world, tmp_path):
-    with pytest.raises(RuntimeError, match=r"SGLang's process \d+ has ended \(status 1\); see what it printed above\."):
+    with pytest.raises(RuntimeError, match=r"SGLang's process \d+ has ended \(status 1\); what it printed is above"):
         sglang.Child({"model_path": str(tmp_path)}, "")
 
 

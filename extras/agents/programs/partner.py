@@ -132,7 +132,7 @@ class Agents(Partner):
     def _is_complete(self, x: Completion) -> bool:
         """Whether an answer has a text that ends it. To look is not worth while after every token."""
         row = self.stopping.get(x.request.key)
-        if row is None or len(x.token_ids) % LOOK_EVERY:
+        if row is None or not x.token_ids or len(x.token_ids) % LOOK_EVERY:
             return False
         agent = self.open[row.response]
         stop, text_of, ids = agent.asks[row.tip].stop, agent.tree.text_of, [*row.ids[row.tip.start :], *x.token_ids]

@@ -3,7 +3,7 @@
     python child.py FD
 
 FD is the number of a socket to the training process. Messages are tuples of a name and what belongs to it, pickled.
-They hold plain numbers, texts and bytes, so the two Pythons may differ. The training process sends
+They hold what any Python with torch can unpickle, so the two Pythons may differ. The training process sends
 
     ("start", settings)               of sglang.Engine, first of all
     ("add", [(name, prompt_ids, sampling parameters), ...])
@@ -13,19 +13,21 @@ They hold plain numbers, texts and bytes, so the two Pythons may differ. The tra
 
 and hears of responses and of what it has asked for:
 
-    ("ended", (name, token ids, log-probs, reason))     where another reason than SGLang's says what went wrong
+    ("ended", (name, token ids, log-probs, reason))     if the reason is not one of SGLang's, it is an error message
     ("done", None or what went wrong)                   after each message
 
-A socket that is closed ends this process, and so ends everything that SGLang has started.
+If the training process ends or closes the socket, this process ends, and so does everything that SGLang has started.
 """
 
 import asyncio
+import ctypes
 import os
 import sys
+import threading
 from importlib import import_module
 from multiprocessing.connection import Connection
 
-MEMORY = ["kv_cache", "weights", "cuda_graph"]  # what SGLang gives back while it sleeps
+MEMORY = ["kv_cache", "weights"]  # what SGLang gives back while it sleeps. It keeps its CUDA graphs.
 CALLS = {  # what is asked for -> a method of SGLang's manager, the class of its argument, and what is in that
     "begin": ("begin_weight_update", "BeginWeightUpdateReqInput", {}),
     "weights": ("update_weights_from_tensor", "UpdateWeightsFromTensorReqInput", {"flush_cache": False}),
@@ -93,9 +95,10 @@ class Child:
         """Stop sampling, and wait until what there is was sent."""
         await asyncio.sleep(0)  # requests that have just come are handed to SGLang first
         while unfinished := {name: self.tasks[name] for name in names if name in self.tasks}:
-            for name in unfinished:
-                self.manager.abort_request(name)
-            await asyncio.wait(unfinished.values(), timeout=0.2)  # one that was on its way is aborted again
+            is_all = len(unfinished) == len(self.tasks)  # in one message, which is cheaper than one for each
+            for name in [""] if is_all else unfinished:
+                self.manager.abort_request(name, abort_all=is_all)
+            await asyncio.wait(unfinished.values(), timeout=0.2)  # some may have been on their way to SGLang
 
     async def call(self, what, *arguments):
         """Let SGLang do what CALLS has. After a push it also forgets the keys and values of earlier prompts."""
@@ -128,13 +131,18 @@ class Child:
 
 def main():
     """Start SGLang, and serve it until the other end is closed."""
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG and SIGKILL: the training process may end while SGLang starts
     connection = Connection(int(sys.argv[1]))
     _, settings = connection.recv()
     from sglang.srt.entrypoints.engine import Engine
 
-    child = Child(connection, Engine(**settings))
-    connection.send(("done", None))
-    child.loop.run_in_executor(None, child.listen)
+    engine = Engine(**settings)
+    child, room = Child(connection, engine), engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
+    # SGLang would cut responses that do not fit, and only warn.
+    most = settings["context_length"]
+    problem = f"there is memory for {room} tokens, and a sequence may have {most}; raise --gpu-memory-utilization"
+    connection.send(("done", problem if room < most else None))
+    threading.Thread(target=child.listen, daemon=True).start()
     child.loop.run_forever()
     child.engine.shutdown()
     os._exit(0)

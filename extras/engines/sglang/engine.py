@@ -7,7 +7,7 @@ it in the memory of this process. What differs from vLLM is in docs/engines.md.
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from multiprocessing.connection import Pipe
@@ -20,16 +20,17 @@ from torch.multiprocessing import reductions
 
 import rl.sampling.engines.base as base
 from extras import families
-from extras.engines.sglang import python_of_sglang
-from rl.data.types import Completion, Sampling
-from rl.ranks import Ranks, final_barrier
+from extras.engines import python_of_sglang
+from rl.data.types import Completion, Request, Sampling
+from rl.ranks import Ranks, final_barrier, wait_without_end
 from rl.sampling.engines.flags import EngineFlags
 
 BUCKET = 512 << 20  # bytes of weights that are pushed at a time. A larger tensor has a bucket of its own.
 WAIT_S = 0.05  # how long a step waits for a response to end
 ROOM = 8  # tokens that SGLang wants beyond those of a sequence
-# Of torchrun and of this process. SGLang has its own.
-NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
+# Variables that torchrun and this process have set for themselves. SGLang sets its own.
+NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+                 "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}  # fmt: skip
 OF_CPU = {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch",
           "disable_cuda_graph": True, "disable_overlap_schedule": True}  # fmt: skip
 
@@ -40,28 +41,27 @@ class Child:
     def __init__(self, settings: dict[str, Any], gpus: str):
         self.connection, theirs = Pipe()
         python, program = python_of_sglang() or sys.executable, Path(__file__).with_name("child.py")
-        # Packages of this Python are none of its own.
+        # The other Python must not import the packages of this one.
         left_out = NOT_INHERITED | ({"PYTHONPATH"} if python != sys.executable else set())
         environment = {k: v for k, v in os.environ.items() if k not in left_out and "TORCHELASTIC" not in k}
         environment |= {"CUDA_VISIBLE_DEVICES": gpus, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # for ROOM
+        # SGLang compiles kernels when it first needs them, with the ninja beside its Python.
+        environment |= {"TQDM_DISABLE": "1", "PATH": f"{Path(python).parent}:{os.environ.get('PATH', '')}"}
         with theirs:  # in a session of its own, so that Ctrl-C reaches the run alone, which stops in order
-            fd = theirs.fileno()
-            command = [python, str(program), str(fd)]
+            command = [python, str(program), str(fd := theirs.fileno())]
             self.process = subprocess.Popen(command, env=environment, pass_fds=[fd], start_new_session=True)
-        self.ended: list[tuple[str, list[int], list[float], str]] = []  # what was heard of and nobody has asked for
+        self.ended: list[tuple[str, list[int], list[float], str]] = []  # which nobody has asked for yet
         self.ask("start", settings)
 
     def give_up(self) -> NoReturn:
-        """Say that the process has ended."""
+        """Raise RuntimeError, since the process has ended."""
         self.close()
-        raise RuntimeError(
-            f"SGLang's process {self.process.pid} has ended (status {self.process.returncode}); see what it printed "
-            "above. The same command goes on after the last checkpoint, if there is one"
-        )
+        x = self.process
+        raise RuntimeError(f"SGLang's process {x.pid} has ended (status {x.returncode}); what it printed is above")
 
     def hear(self) -> bool:
-        """Take a message. Returns whether it says that what was asked for is done. Also raises RuntimeError if it says
-        what went wrong.
+        """Take a message. Returns whether it says that what was asked for is done. Raises RuntimeError with the message
+        if something went wrong.
         """
         try:
             name, content = self.connection.recv()
@@ -86,8 +86,9 @@ class Child:
         """End the process, and wait until it has ended."""
         self.connection.close()
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(60)
+            self.process.wait(90)  # SGLang itself waits for its processes for 60 s
         self.process.kill()
+        self.process.wait()
 
 
 class Engine(base.Engine):
@@ -108,8 +109,11 @@ class Engine(base.Engine):
         if size > 1:
             groups = [[*range(first, first + size)] for first in range(0, ranks.size, size)]
             self.group, _ = dist.new_subgroups_by_enumeration(groups, backend="gloo")
+            wait_without_end(self.group)
         self.can_sleep = flags.free_cache_engine and not load_weights and not on_cpu
         self.count = 0  # of requests that were handed over
+        # Of responses that were complete when they were aborted: prompt and response, and why it is complete, by key.
+        self.complete: dict[Any, tuple[list[int], str]] = {}
         settings = {
             "model_path": model,
             "skip_tokenizer_init": True,
@@ -122,17 +126,27 @@ class Engine(base.Engine):
             "max_total_tokens": (flags.max_num_seqs + 1) * (longest + ROOM),
             "mem_fraction_static": flags.gpu_memory_utilization,
             "enable_memory_saver": self.can_sleep,
+            "sleep_on_idle": True,
             "log_level": "error",
-        } | (OF_CPU if on_cpu else {"cuda_graph_max_bs": flags.max_num_seqs})
+        } | (OF_CPU if on_cpu else {"cuda_graph_max_bs_decode": flags.max_num_seqs, "disable_prefill_cuda_graph": True})
         gpus = "" if on_cpu else gpus_of(ranks.device.index or 0, size)
         self.child = Child(settings, gpus) if ranks.rank == self.first_rank else None
         self.of_group(None)  # so that the others wait for it
 
     def _ask(self, *message: Any) -> None:
-        """Let the process do something. All ranks of the engine enter, and leave when it is done."""
+        """Let the process do something when all ranks of the engine have entered. They leave when it is done."""
+        self.of_group(None)
         if self.child is not None:
             self.child.ask(*message)
         self.of_group(None)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """See `base.Engine`. A request that goes on after a response which is complete is complete at once."""
+        super().add(requests)
+        for x in self.new[len(self.new) - len(requests) :]:
+            ids, reason = self.complete.pop(x.request.key, ([], "abort"))
+            if ids == list(x.request.prompt_ids):
+                x.finish_reason = reason
 
     def _hand_over(self) -> None:
         """Give the process the new requests of all ranks, and let it drop those that were cut."""
@@ -143,7 +157,10 @@ class Engine(base.Engine):
             self.count += 1
             name = f"{self.count:015d}"  # SGLang aborts every name that begins with the given one
             self.in_flight[name] = x
-            new.append((name, list(x.request.prompt_ids), _parameters(x.request.sampling)))
+            if x.finish_reason == "abort":
+                new.append((name, list(x.request.prompt_ids), _parameters(x.request.sampling)))
+            elif self.child is not None:
+                self.child.ended.append((name, [], [], x.finish_reason))
         if new:
             self._ask("add", new)
         if cut:
@@ -168,28 +185,35 @@ class Engine(base.Engine):
         self._hand_over()
         if not self.in_flight:
             return []
-        wait_s = WAIT_S
-        while self.child is not None and self.child.connection.poll(wait_s):
+        while self.child is not None and self.child.connection.poll(0.0 if self.child.ended else WAIT_S):
             self.child.hear()
-            wait_s = 0.0
         ended = self._take_ended()
         if lost := [x for x in ended if x.finish_reason not in ("stop", "length")]:
             raise RuntimeError(f"SGLang gave up on the response {lost[0].request.key}: {lost[0].finish_reason}")
         return ended
 
     def abort(self) -> list[Completion]:
-        """See `base.Engine`."""
+        """See `base.Engine`. Some responses have become complete meanwhile. They come back all the same, and are
+        complete as soon as `add` lets them go on.
+        """
         self._hand_over()
         self._ask("abort", [*self.in_flight])
         ended = self._take_ended()
         assert not self.in_flight, "SGLang has kept requests that were aborted"
+        for x in ended:
+            asked, ids = x.request, x.token_ids
+            is_stopped = bool(ids) and ids[-1] in asked.sampling.stop_token_ids
+            if is_stopped or len(ids) == asked.sampling.max_tokens:  # SGLang may have said "abort" of it
+                self.complete[asked.key] = [*asked.prompt_ids, *ids], "stop" if is_stopped else "length"
+            x.finish_reason = "abort"
         return ended
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `base.Engine`. SGLang does not say which weights it has loaded. `check_engine` finds what is missing."""
         self._ask("begin")
         for bucket in buckets_of(named_tensors):
-            flat = torch.cat([x.detach().contiguous().view(-1).view(torch.uint8) for _, x in bucket])
+            bucket = [(name, x.detach().to(self.device).contiguous()) for name, x in bucket]
+            flat = torch.cat([x.view(-1).view(torch.uint8) for _, x in bucket])
             end, tensors = 0, []
             for name, x in bucket:
                 start, end = end, end + x.nbytes
@@ -224,10 +248,10 @@ def gpus_of(first: int, size: int) -> str:
 
 
 def buckets_of(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The tensors in lists of at most BUCKET bytes, or of one larger tensor."""
+    """The tensors in lists of one dtype, since SGLang needs them aligned, and of at most BUCKET bytes or one tensor."""
     bucket, size = [], 0
     for name, x in named_tensors:
-        if bucket and size + x.nbytes > BUCKET:
+        if bucket and (size + x.nbytes > BUCKET or x.dtype != bucket[0][1].dtype):
             yield bucket
             bucket, size = [], 0
         bucket.append((name, x))

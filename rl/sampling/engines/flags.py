@@ -14,9 +14,9 @@ class EngineSizes:
     # vllm runs vLLM in this process. hf is the slow and simple sampler of transformers, and the default
     # where vLLM is not installed. sglang runs SGLang in a process of its own.
     engine: Literal["vllm", "hf", "sglang"] = DEFAULT
-    # This many GPUs share one vLLM engine, which helps with a large model or with a few long responses.
+    # This many GPUs share one engine, vLLM or SGLang, which helps with a large model or with a few long responses.
     tensor_model_parallel_size: Free[Few] = 1
-    # vLLM may take this share of the GPU's memory while it generates.
+    # The engine may take this share of the GPU's memory while it generates. For SGLang it is a share of what is free.
     gpu_memory_utilization: Free[PositiveShare] = 0.5
     # An engine decodes at most this many sequences at a time. Lower it if the KV cache is small.
     max_num_seqs: Free[Few] = 1024
@@ -26,7 +26,7 @@ class EngineSizes:
 class EngineFlags(EngineSizes):
     """These flags are about the engine, which samples responses."""
 
-    free_cache_engine: Free[bool] = True  # Give vLLM's memory back while the trainer trains (sleep level 2).
+    free_cache_engine: Free[bool] = True  # Give the engine's memory back while the trainer trains.
     # Stop the run if the log-probs of engine and trainer differ by more than this on average after a push of weights.
     # The default is 1e-4 in float32, 0.01 in float16, 0.06 in bfloat16, and 0.3 with --rollout-quantization.
     max_logprob_gap: Free[Positive | None] = None

@@ -54,9 +54,10 @@ class Manager:
     def __init__(self, engine):
         self.engine, self.in_push, self.asleep = engine, False, set()
 
-    def abort_request(self, rid):
+    def abort_request(self, rid, abort_all=False):
+        assert abort_all or rid
         for name, x in self.engine.requests.items():
-            if name.startswith(rid):
+            if abort_all or name.startswith(rid):
                 x["aborted"] = True
 
     def is_idle(self):
@@ -97,14 +98,23 @@ class Manager:
         return SimpleNamespace(success=self.is_idle())
 
 
+# Settings of SGLang's ServerArgs that make no difference here.
+OTHERS = {"skip_tokenizer_init", "max_running_requests", "max_total_tokens", "mem_fraction_static", "sleep_on_idle",
+          "enable_memory_saver", "log_level", "cuda_graph_max_bs_decode", "disable_prefill_cuda_graph", "device",
+          "attention_backend", "sampling_backend", "disable_cuda_graph", "disable_overlap_schedule"}  # fmt: skip
+
+
 class Engine:
     def __init__(self, *, model_path, dtype, load_format, random_seed, tp_size, context_length, **others):
+        assert {*others} <= OTHERS, {*others} - OTHERS
+        room = {"max_total_num_tokens": others["max_total_tokens"]}
+        self._scheduler_init_result = SimpleNamespace(scheduler_infos=[room])
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype)).eval()
         if load_format == "dummy":
             for x in self.model.parameters():
                 x.data.fill_(0.01)
         torch.manual_seed(random_seed)
-        self.size, self.longest, self.settings = tp_size, context_length, others
+        self.size, self.longest = tp_size, context_length
         self.requests, self.loop, self.tokenizer_manager = {}, asyncio.new_event_loop(), Manager(self)
         eos = self.model.generation_config.eos_token_id
         self.eos = {*eos} if isinstance(eos, list) else {eos}
