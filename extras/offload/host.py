@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from rl.model.sharding import own_part, with_part
 
-CHUNK = 2**22  # numbers of a gradient that come back to the device at a time, where another micro-batch's are added
+CHUNK = 2**24  # numbers of a gradient that come back to the device at a time, where another micro-batch's are added
 # What `keep_gradients` has to find in FSDP2: attributes of its groups of parameters, and of each parameter.
 OF_GROUPS = "post_backward", "fsdp_params", "device_handle"
 OF_PARAMETERS = "sharded_param", "offload_to_cpu", "to_sharded_dtensor", "grad_offload_event"
