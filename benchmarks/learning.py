@@ -114,6 +114,11 @@ LOSSES = {
 }
 # Prompts of eight steps are sampled at a time, so that most responses are from one to seven steps old.
 STALE = f"{DAPO} --no-filter-groups --gen-batch-size 256 --overlong-buffer-len 0 --clip-ratio-high 0.2"
+PARTIAL = {  # also runs of benchmarks/pretrained.py
+    f"partial_{f}_{way}": f"train_grpo.py --partial-rollouts {f} --rollout-is {way}"
+    for f in ("0.25", "1")
+    for way in ("none", "token")
+}
 RUNS = {
     "advantage estimators, one update per step": {
         "grpo": "train_grpo.py --save-freq -1",  # its last step, the teacher of others
@@ -157,11 +162,7 @@ RUNS = {
         "async_8_loglinear": "train_async.py --max-staleness 8 --proximal-policy loglinear",
         "async_8_sampler": "train_async.py --max-staleness 8 --proximal-policy sampler",
     },
-    "partial rollouts, F times a step's prompts more in flight": {
-        f"partial_{f}_{way}": f"train_grpo.py --partial-rollouts {f} --rollout-is {way}"
-        for f in ("0.25", "1")
-        for way in ("none", "token")
-    },
+    "partial rollouts, with the prompts of F further steps in flight": PARTIAL,
     "PPO, four updates per step": {
         "ppo": PPO,
     },

@@ -133,11 +133,7 @@ RUNS = {
         for s in (0, 1, 4)
         for name, flags in (("", ""), ("_none", " --rollout-is none"))
     },
-    "partial rollouts, F times a step's prompts more in flight": {
-        f"partial_{f}_{way}": f"train_grpo.py --partial-rollouts {f} --rollout-is {way}"
-        for f in ("0.25", "1")
-        for way in ("none", "token")
-    },
+    "partial rollouts, with the prompts of F further steps in flight": learning.PARTIAL,
     "an agent that works out every step of an answer again, and may ask twice more": {
         "grpo_agent": 'train_grpo.py --agent "python examples/gsm8k_agent.py" --agents-at-once 256 '
         "--max-response-length 768",

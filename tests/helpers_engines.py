@@ -14,9 +14,16 @@ from rl.data.types import Sample, Sampling
 from rl.model.logprobs import token_logprobs
 from rl.model.sharding import full_tensors
 from rl.sampling.engines import vllm, vllm_scheduler
+from rl.sampling.groups import sample_groups
 
 TEMPERATURE = 0.7
 PROMPTS = [[5], [7, 9, 11, 30], list(range(3, 40)), [8] * 9, [60, 61]]
+ROWS = [{"prompt_ids": prompt, "row_index": 10 + i} for i, prompt in enumerate(PROMPTS)]
+
+
+def samples_from(engine, rows=ROWS, *, seed=0, on_group=lambda row, samples: None, **sampling):
+    options = Sampling(**{"n": 2, "temperature": TEMPERATURE, "max_tokens": 12} | sampling)
+    return sample_groups(engine, rows, options, seed=seed, on_group=on_group)
 
 
 def weights(policy):

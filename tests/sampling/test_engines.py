@@ -14,11 +14,13 @@ import torch
 from helpers_data import spans_of
 from helpers_engines import (
     PROMPTS,
+    ROWS,
     TEMPERATURE,
     change,
     logits_of,
     plain,
     push,
+    samples_from,
     softmax,
     trainer_gap,
     truncated,
@@ -49,13 +51,6 @@ from rl.sampling.engines.flags import EngineFlags
 from rl.sampling.groups import sample_groups
 from rl.sampling.loop import Loop, Trajectory
 from rl.sampling.verify import check_engine, sampled_by
-
-ROWS = [{"prompt_ids": prompt, "row_index": 10 + i} for i, prompt in enumerate(PROMPTS)]
-
-
-def samples_from(engine, rows=ROWS, *, seed=0, on_group=lambda row, samples: None, **sampling):
-    options = Sampling(**{"n": 2, "temperature": TEMPERATURE, "max_tokens": 12} | sampling)
-    return sample_groups(engine, rows, options, seed=seed, on_group=on_group)
 
 
 def generate(engine, prompts=PROMPTS, *, seed=0, **sampling):

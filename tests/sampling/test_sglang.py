@@ -12,7 +12,7 @@ import launch
 import numpy as np
 import pytest
 import torch
-from helpers_engines import PROMPTS, TEMPERATURE, change, logits_of, plain, push, trainer_gap, weights
+from helpers_engines import ROWS, TEMPERATURE, change, logits_of, plain, push, samples_from, trainer_gap, weights
 from helpers_samplers import with_two_heads
 
 import train_grpo
@@ -22,10 +22,8 @@ from rl.flags import build
 from rl.run.task import load_task
 from rl.sampling.engines import check_engine_flags
 from rl.sampling.engines.flags import EngineFlags
-from rl.sampling.groups import sample_groups
 from rl.sampling.loop import Loop
 
-ROWS = [{"prompt_ids": prompt, "row_index": 10 + i} for i, prompt in enumerate(PROMPTS)]
 IS_REAL = "GLASSRL_SGLANG" in os.environ
 LIMIT = 3e-4  # SGLang takes the logarithm of probabilities, which costs a digit where they are small
 
@@ -55,11 +53,6 @@ def engine(world, tiny_model):
     assert made.child.process.returncode == 0
 
 
-def sampled(engine, rows=ROWS, **sampling):
-    options = Sampling(**{"n": 2, "temperature": TEMPERATURE, "max_tokens": 12} | sampling)
-    return sample_groups(engine, rows, options, seed=0, on_group=lambda row, samples: None)
-
-
 def request(key, max_tokens=12, prompt=(5, 6, 7)):
     return Request(key, list(prompt), Sampling(temperature=TEMPERATURE, max_tokens=max_tokens))
 
@@ -77,13 +70,13 @@ def test_it_samples_from_the_policy_that_was_pushed_last(engine, policy):
     change(policy, scale=0.3)
     before = engine.policy_version
     push(engine, policy)
-    first = sampled(engine)
+    first = samples_from(engine)
     assert engine.policy_version == before + 1
     assert trainer_gap(policy, first) < LIMIT and len(first) == 10
     change(policy, scale=0.3, seed=1)
-    assert trainer_gap(policy, sampled(engine)) > 0.1  # the engine has the weights of before
+    assert trainer_gap(policy, samples_from(engine)) > 0.1  # the engine has the weights of before
     push(engine, policy)
-    assert trainer_gap(policy, sampled(engine)) < LIMIT
+    assert trainer_gap(policy, samples_from(engine)) < LIMIT
 
 
 def test_weights_arrive_in_as_many_buckets_as_they_need(engine, policy, monkeypatch):
@@ -95,14 +88,14 @@ def test_weights_arrive_in_as_many_buckets_as_they_need(engine, policy, monkeypa
     for bucket in buckets:  # a tensor that is larger than that has a bucket of its own
         assert len(bucket) == 1 or sum(x.numel() * x.element_size() for _, x in bucket) <= 2 * min(sizes)
     push(engine, policy)
-    assert trainer_gap(policy, sampled(engine)) < LIMIT
+    assert trainer_gap(policy, samples_from(engine)) < LIMIT
 
 
 def test_without_temperature_it_takes_the_most_likely_token(engine, policy):
     change(policy, scale=0.3)
     push(engine, policy)
     model = plain(policy)
-    for x, row in zip(sampled(engine, n=1, temperature=0.0), ROWS, strict=True):
+    for x, row in zip(samples_from(engine, n=1, temperature=0.0), ROWS, strict=True):
         logits = logits_of(model, row["prompt_ids"], x.response_ids.tolist())
         assert x.response_ids.tolist() == logits.argmax(-1).tolist()
 
@@ -110,7 +103,7 @@ def test_without_temperature_it_takes_the_most_likely_token(engine, policy):
 def test_stop_tokens_end_a_response_and_belong_to_it(engine, policy):
     change(policy, scale=0.3)
     push(engine, policy)
-    found = sampled(engine, n=8, max_tokens=40, stop_token_ids=tuple(range(20, 50)))
+    found = samples_from(engine, n=8, max_tokens=40, stop_token_ids=tuple(range(20, 50)))
     ended = [x for x in found if x.finish_reason == "stop"]
     assert len(ended) > 10
     for x in ended:
@@ -166,7 +159,7 @@ def test_a_response_that_was_complete_when_it_was_aborted_is_not_sampled_any_fur
     assert all((x.columns["versions"][-1] == engine.policy_version - 1) for samples in done.values() for x in samples)
     assert not engine.complete
     engine.complete[0, 0] = [1, 2], "stop"  # of a loop that was abandoned; another has a response of that name
-    assert len(sampled(engine, n=1, max_tokens=5, stop_token_ids=())) == 5
+    assert len(samples_from(engine, n=1, max_tokens=5, stop_token_ids=())) == 5
 
 
 def test_no_request_is_aborted_with_another_whose_number_begins_alike(engine, policy):
@@ -190,7 +183,7 @@ def test_it_gives_memory_back_and_takes_it_again(engine, policy):
         engine.wake()
         change(policy, scale=0.3, seed=seed)
         push(engine, policy)
-        assert trainer_gap(policy, sampled(engine)) < LIMIT
+        assert trainer_gap(policy, samples_from(engine)) < LIMIT
     engine.can_sleep = False
 
 

@@ -46,5 +46,5 @@ class EngineFlags(EngineSizes):
 
     @property
     def text_only(self) -> str | None:
-        """Which flag makes that images cannot be sampled from, if one does."""
+        """The flag because of which rows may not have images, or None."""
         return reads_text_only(self.engine)
