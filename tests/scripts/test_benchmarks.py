@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import helpers_scripts as h
 import launch
 import matplotlib
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -59,6 +61,7 @@ from benchmarks import (
     leaderboard,
     learning,
     learning_trl,
+    long_run,
     make_model,
     memory_table,
     models,
@@ -74,6 +77,7 @@ from extras.families import delta_rule, recurrent
 from rl.data.order import prompts_for_step
 from rl.data.template import stop_token_ids
 from rl.flags import change, flat
+from rl.run.checkpoint_files import list_steps
 from rl.run.training import check
 
 matplotlib.use("Agg")
@@ -800,6 +804,102 @@ def test_jobs_take_the_gpu_with_the_fewest_jobs(tmp_path):
     learning.run_all(jobs, 2, 600, gpus=(3, 5))
     seen = [(tmp_path / f"gpu_{i}").read_text() for i in range(3)]
     assert seen[:2] == ["3 --on 3 GPUS", "5 --on 5 GPUS"] and seen[2] in seen[:2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# long_run.py
+
+
+@pytest.mark.parametrize("task", long_run.SIZES)
+def test_a_long_run_is_killed_between_its_checkpoints(task, long_model):
+    script, *words = shlex.split(long_run.command_of(long_run.Args(task=task, seed=3), "model"))
+    args = flags_of(script, words, long_model)
+    assert (args.total_training_steps, args.test_freq, args.save_freq, args.max_ckpt_to_keep) == (1000, 100, 50, 3)
+    assert args.seed == 3 and args.default_local_dir == f"runs/long_run/{task}/long_run"
+    assert args.val_files == (f"runs/long_run/{task}/data/test.parquet",)
+    assert [step % args.save_freq for step in long_run.Args().kill_after] == [20, 2, 10]
+
+
+def test_a_killed_long_run_has_every_step_once(task, tmp_path):
+    """Twenty real steps, killed after the 13th, with a checkpoint every fifth step."""
+    changes = dict(total_training_steps=20, save_freq=5, max_ckpt_to_keep=2, test_freq=10)
+    flags = h.flags(h.grpo_settings(task, tmp_path, **changes))
+    command = shlex.join(map(str, [launch.ROOT / "train_grpo.py", *flags]))
+    long_run.make(command, tmp_path, long_run.Args(kill_after=(13,), every=0.2))
+    found = long_run.report(tmp_path)
+    [kill], [first, second, both] = found["kills"], found["parts"]
+    assert 13 <= kill["killed_after"] < 20 and kill["resumed_from"] in (5, 10, 15) and kill["left"] == []
+    assert f"global_step_{kill['resumed_from']}," in (tmp_path / "output_1.log").read_text()
+    assert first["steps"] + second["steps"] == [1, kill["resumed_from"], kill["resumed_from"] + 1, 20]
+    assert found["steps_once"] and both["steps"] == [1, 20] and set(found["accuracy"]) == {10, 20}
+    assert list_steps(tmp_path) == [15, 20]
+    assert 0.1 < min(first["memory"]) <= max(first["memory"]) < 10 and min(first["files"]) > 3
+
+
+def test_a_long_run_sees_all_that_its_processes_hold(tmp_path):
+    """A process whose child holds 256 MiB, twelve files and a thread, beside what /proc says of both."""
+    child = f"""import threading, time
+memory = bytearray(b"x") * 2**28
+files = [open({str(tmp_path / "log")!r}, "a") for _ in range(12)]
+threading.Thread(target=time.sleep, args=(600,)).start()
+files[0].write("ready")
+files[0].flush()
+time.sleep(600)"""
+    (tmp_path / "child.py").write_text(child)
+    start = f"import subprocess, sys; subprocess.run([sys.executable, {str(tmp_path / 'child.py')!r}])"
+    parent = psutil.Popen([sys.executable, "-c", start], start_new_session=True)
+    try:
+        launch.until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text())
+        seen, pids = long_run.look(parent), [parent.pid, *launch.descendants(parent.pid)]
+        assert len(pids) == 2
+        assert seen["files"] == sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids) >= 3 + 3 + 12
+        assert seen["threads"] == sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids) >= 3
+        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
+        assert (
+            seen["memory"] == pytest.approx(pages * os.sysconf("SC_PAGE_SIZE") / 2**30, rel=0.05)
+            and 0.25 < seen["memory"] < 0.5
+        )
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait()
+
+
+def test_the_table_of_a_long_run_by_hand(tmp_path):
+    """Killed in step 25 and resumed from step 20: 40 steps of 1 s and later 2 s, of which the 39th also evaluates."""
+    lines = [{"step": 0, "val/accuracy": 0.25}]
+    for step in range(1, 41):
+        line = {"step": step, "critic/score/mean": step / 100, "response_length/mean": 50.0}
+        lines.append(line | {"timing_s/step": 1.0 if step <= 20 else 2.0})
+    lines[39] |= {"timing_s/step": 7.0, "timing_s/testing": 5.0}
+    lines.insert(39, {"step": 38, "val/accuracy": 0.5})
+    samples = [{"start": 0, "step": None, "memory": 9.0, "files": 1, "threads": 1}]
+    samples += [{"start": 0, "step": step, "memory": 2.0, "files": 30, "threads": 20} for step in range(1, 25)]
+    samples += [{"start": 0, "killed_after": 24, "saving": False, "left": []}]
+    samples += [{"start": 1, "step": step, "memory": step / 10, "files": 31, "threads": 21} for step in range(21, 41)]
+    for name, rows in (("metrics", lines), ("samples", samples)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in rows))
+    (tmp_path / "output_0.log").write_text("run: new run, steps 1-40\n")
+    (tmp_path / "output_1.log").write_text("run: resumed from run/global_step_20, steps 21-40\n")
+    found = long_run.report(tmp_path)
+    assert found["steps_once"] and found["accuracy"] == {0: 0.25, 38: 0.5} and found["kills"][0]["resumed_from"] == 20
+    # The tenths are steps 1-2 and 19-20, then 21-22 and 39-40, and of the whole run 1-4 and 37-40.
+    assert long_run.table(found).splitlines()[2:] == [
+        "| 0 | 1 to 20 | 4 | 0.015 to 0.195 | 50 to 50 | 1 to 1 | 2 to 2 | 30 to 30 | 20 to 20 | - |",
+        "| 1 | 21 to 40 | 0 | 0.215 to 0.395 | 50 to 50 | 2 to 2 | 2.15 to 3.95 | 31 to 31 | 21 to 21 | - |",
+        "| all | 1 to 40 | 4 | 0.025 to 0.385 | 50 to 50 | 1 to 2 | 2 to 3.85 | 30 to 31 | 20 to 21 | - |",
+    ]
+    long_run.plot(tmp_path, found["kills"], tmp_path / "x.png")
+    assert plt.imread(tmp_path / "x.png").shape[1::-1] == (1760, 660)  # 16 x 6 inches at 110 dots
+    memory = plt.gcf().axes[4]
+    assert [line.get_xdata()[0] for line in memory.lines] == [1, 21, 24]  # two starts and a kill
+
+
+def test_a_long_run_that_fails_is_an_error_and_is_not_started_again(tmp_path):
+    program = tmp_path / "fail.py"
+    program.write_text("raise ValueError('--lr 7 is too much')")
+    with pytest.raises(RuntimeError, match="exit 1: ValueError: --lr 7 is too much; see .*output_0.log"):
+        long_run.make(str(program), tmp_path / "run", long_run.Args())
+    assert not (tmp_path / "run" / "output_1.log").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
