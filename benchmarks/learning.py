@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
@@ -36,6 +37,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 GOAL = 0.9  # held-out accuracy whose first step the table names
+STARTS = 3  # how often a run starts at most that ends before its first line of metrics, beside others on its GPU
 
 
 class Setting(NamedTuple):
@@ -384,8 +386,12 @@ def run_all(
     A job sees one of `gpus`, that with the fewest jobs. The word GPU in its command becomes the number of that one. Two
     starts are at least `stagger` seconds apart. A job that needs what is not there yet waits. It is a RuntimeError if
     nobody makes it.
+
+    If several jobs share a GPU, a job that fails before its first line of metrics starts again, STARTS times in all. An
+    engine that starts measures the memory that is free, and fails if others take or give back memory meanwhile.
     """
     waiting, running, last_start = list(jobs), {}, -stagger
+    starts: Counter[Path] = Counter()
     try:
         while waiting or running:
             while waiting and len(running) < at_a_time and time.perf_counter() >= last_start + stagger:
@@ -395,6 +401,7 @@ def run_all(
                 if job is None:
                     break
                 waiting.remove(job)
+                starts[job.folder] += 1
                 last_start = time.perf_counter()
                 used = [gpu for _, _, gpu in running.values()]
                 gpu = min(gpus, key=used.count, default=None)
@@ -423,6 +430,10 @@ def run_all(
                 elif status != 0:
                     error = f"exit {status}: {last_error(job.folder / 'output.log')}"
                 del running[process]
+                if status and at_a_time > len(gpus) > 0 and starts[job.folder] < STARTS and not metrics_of(job):
+                    print(f"{job.name}, seed {job.seed}: starts again after {error}", flush=True)
+                    waiting.append(job)
+                    continue
                 x = summarize(job, seconds, error)
                 (job.folder / "result.json").write_text(json.dumps(x) + "\n")
                 curve_ends = f"{x['accuracy'][0]:.3f} -> {x['accuracy'][-1]:.3f}" if x["accuracy"] else "no evaluation"

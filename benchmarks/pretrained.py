@@ -56,6 +56,7 @@ class Task(NamedTuple):
     title: str
     base: str = "smollm2"  # the model's folder
     base_flags: str = ""  # of data/smollm2.py, which makes it
+    hinted: str = ""  # the file of data with the held-out problems and their solutions in the prompt, if there is one
 
 
 SFT = (
@@ -93,6 +94,16 @@ TASKS = {
         train=TRAIN,
         num_test=2000,
         title="word problems: 6,400 problems, 2,000 held out",
+    ),
+    # In half of the demonstrations the prompt has the solution, so the policy can read a hint.
+    "word_problems_hints": Task(
+        data="data/word_problems.py --num-test 2000 --num-sft 2000 --hinted-share 0.5",
+        sft=f"{SFT} --train-batch-size 32 --lr 1e-4",
+        sft_steps=124,  # two epochs
+        train=TRAIN,
+        num_test=2000,
+        title="word problems, and a policy that can read a hint: 6,400 problems, 2,000 held out",
+        hinted="test_hinted.parquet",
     ),
 }
 
@@ -213,14 +224,18 @@ def run(command: str, log: Path, gpu: int, **variables: str) -> str:
 
 def measure(args: Args, checkpoint: str) -> None:
     """Write measured.json unless it exists, for the model as it comes and after SFT. eval.py measures the greedy
-    accuracy. It also measures the mean, pass@1, 2, 4 and 8 and the majority vote of 8 samples at temperature 1.
+    accuracy. It also measures the mean, pass@1, 2, 4 and 8 and the majority vote of 8 samples at temperature 1. If the
+    task has prompts with hints, it measures the greedy accuracy with these as well.
     """
-    folder, found = args.work_dir / args.task, {}
+    folder, found, hinted = args.work_dir / args.task, {}, TASKS[args.task].hinted
     if (folder / "measured.json").exists():
         return
     for name, model in {"sft": checkpoint, "base": args.work_dir / TASKS[args.task].base}.items():
-        for kind, flags in {"greedy": "", "sampled": "--rollout-n 8 --temperature 1"}.items():
-            words = f"eval.py --model {model} --val-files {folder}/data/test.parquet --max-prompt-length 288 {flags} "
+        kinds = {"greedy": ("test.parquet", ""), "sampled": ("test.parquet", "--rollout-n 8 --temperature 1")}
+        for kind, (file, flags) in (
+            kinds | ({"hinted": (hinted, "--max-prompt-length 640")} if hinted else {})
+        ).items():
+            words = f"eval.py --model {model} --val-files {folder}/data/{file} --max-prompt-length 288 {flags} "
             words += "--max-response-length 256 --gpu-memory-utilization 0.3 --reward-workers 2 "
             log = folder / f"{name}.{kind}.log"
             printed = run(f"{words} --output {folder}/{name}.{kind}.jsonl", log, args.gpus[-1])

@@ -13,7 +13,8 @@ A problem has 2 to 5 such steps of six kinds, and every count is a whole number 
 same, so those of the test file are in neither of the others. Answers end as GSM8K's do, and the same rule grades them.
 
 Writes sft.parquet (prompt, response), train.parquet and test.parquet (verl's RL schema). The problems of sft.parquet
-are not in train.parquet.
+are not in train.parquet. With --hinted-share there is test_hinted.parquet as well, the problems of test.parquet with
+their solutions in the prompt. eval.py measures with it whether a model can use a hint.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ sys.path.append(str(Path(__file__).parent.parent))  # run as a script, only this
 
 from data import files  # noqa: E402
 from data.gsm8k import INSTRUCTION  # noqa: E402
+from extras.self_distillation import TEMPLATE  # noqa: E402
 
 NAMES = "Ada Ben Chen Dina Emil Fatima Goran Hana Ivan Juno Kofi Lena Mika Nora Omar Priya Ravi Sara Tomas Uma".split()
 THINGS = "apples books cards coins eggs marbles pens shells stamps stickers".split()
@@ -43,8 +45,11 @@ class Args:
     """There are this many RL prompts."""
     num_test: int = 1000
     """There are this many held-out problems."""
+    hinted_share: float = 0.0
+    """In this share of the demonstrations the prompt has the solution, by the default of --hint-template of
+    train_self_distill.py. Who learns from these can read a hint, as the teacher of that script has to."""
     seed: int = 0
-    """The seed decides the problems."""
+    """The seed decides the problems, and which demonstrations have hints."""
 
 
 def take_step(count: int, name: str, things: str, rng: random.Random) -> tuple[int, str, str] | None:
@@ -106,17 +111,20 @@ def problem(rng: random.Random) -> tuple[str, str, int]:
     return question, "\n".join([*lines, f"#### {count}"]), count
 
 
-def prompt(question: str) -> list[dict[str, str]]:
-    """The user's turn."""
-    return [{"role": "user", "content": f"{question} {INSTRUCTION}"}]
+def prompt(question: str, hint: str | None = None) -> list[dict[str, str]]:
+    """The user's turn, with a solution as a hint or without."""
+    text = f"{question} {INSTRUCTION}"
+    if hint is not None:
+        text = TEMPLATE.replace(r"\n", "\n").format(prompt=text, hint=hint)
+    return [{"role": "user", "content": text}]
 
 
-def rl_row(found: tuple[str, str, int], split: str, index: int) -> dict:
+def rl_row(found: tuple[str, str, int], split: str, index: int, is_hinted: bool = False) -> dict:
     """One row in verl's RL schema."""
     question, solution, answer = found
     return {
         "data_source": "word_problems",
-        "prompt": prompt(question),
+        "prompt": prompt(question, solution if is_hinted else None),
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": str(answer)},
         "extra_info": {"split": split, "index": index, "answer": solution, "question": question},
@@ -130,6 +138,8 @@ def main(args: Args) -> dict[str, int]:
         raise ValueError(
             f"--num-sft {args.num_sft}, --num-train {args.num_train}, --num-test {args.num_test}: must be at least 1"
         )
+    if not 0 <= args.hinted_share <= 1:
+        raise ValueError(f"--hinted-share {args.hinted_share} must be within 0 and 1")
     rng, found = random.Random(args.seed), {}
     while len(found) < sum(sizes.values()):
         question, *rest = problem(rng)
@@ -137,7 +147,13 @@ def main(args: Args) -> dict[str, int]:
     problems = iter(found.values())
     tables = {name: [next(problems) for _ in range(size)] for name, size in sizes.items()}
     rows = {name: [rl_row(x, name, i) for i, x in enumerate(tables[name])] for name in ("train", "test")}
-    rows["sft"] = [{"prompt": prompt(question), "response": solution} for question, solution, _ in tables["sft"]]
+    reads = random.Random(f"{args.seed} hints")  # of its own, so that the problems stay what they are
+    rows["sft"] = [
+        {"prompt": prompt(question, solution if reads.random() < args.hinted_share else None), "response": solution}
+        for question, solution, _ in tables["sft"]
+    ]
+    if args.hinted_share > 0:
+        rows["test_hinted"] = [rl_row(x, "test", i, is_hinted=True) for i, x in enumerate(tables["test"])]
     return files.write(args.output_dir, rows)
 
 

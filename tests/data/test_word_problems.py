@@ -6,6 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from data import word_problems
+from extras.self_distillation import Hints
+from extras.self_distillation.hints import with_hint
 from rewards.by_data_source import compute_score
 
 SIZES = {"num_sft": 200, "num_train": 600, "num_test": 300}
@@ -80,7 +82,22 @@ def test_the_seed_decides_the_problems(tmp_path, rows):
     assert train(0) == rows["train"] != train(1)
 
 
-def test_no_rows_are_refused(tmp_path):
+def test_some_demonstrations_have_the_solution_in_the_prompt(tmp_path, rows):
+    """They read what the teacher of train_self_distill.py reads, and nothing else changes."""
+    word_problems.main(word_problems.Args(output_dir=tmp_path, hinted_share=0.5, **SIZES))
+    found = {name: pq.read_table(tmp_path / f"{name}.parquet").to_pylist() for name in (*rows, "test_hinted")}
+    assert found["train"] == rows["train"] and found["test"] == rows["test"]
+    hinted = [with_hint(row | {"hint": row["response"]}, Hints(hint_key="hint")) for row in rows["sft"]]
+    have_hint = [row["prompt"] != plain["prompt"] for row, plain in zip(found["sft"], rows["sft"], strict=True)]
+    assert 70 < sum(have_hint) < 130  # of 200; the standard deviation is 7
+    for row, plain, prompt, has_hint in zip(found["sft"], rows["sft"], hinted, have_hint, strict=True):
+        assert row == (plain | {"prompt": prompt} if has_hint else plain)
+    assert found["test_hinted"] == [row | {"prompt": with_hint(row, Hints())} for row in rows["test"]]
+
+
+def test_bad_sizes_are_refused(tmp_path):
     with pytest.raises(ValueError, match="--num-sft 0, --num-train 6400, --num-test 1000: must be at least 1"):
         word_problems.main(word_problems.Args(output_dir=tmp_path, num_sft=0))
+    with pytest.raises(ValueError, match="--hinted-share 1.5 must be within 0 and 1"):
+        word_problems.main(word_problems.Args(output_dir=tmp_path, hinted_share=1.5))
     assert not list(tmp_path.iterdir())

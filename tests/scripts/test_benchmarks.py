@@ -806,6 +806,29 @@ def test_jobs_take_the_gpu_with_the_fewest_jobs(tmp_path):
     assert seen[:2] == ["3 --on 3 GPUS", "5 --on 5 GPUS"] and seen[2] in seen[:2]
 
 
+def test_a_run_that_fails_as_it_starts_on_a_shared_gpu_starts_again(tmp_path, capsys):
+    """The engine of `unlucky` finds no memory at first, that of `hopeless` never does, and `begun` fails later."""
+    program = tmp_path / "start.py"
+    program.write_text(
+        "import pathlib, sys\nfolder, kind = pathlib.Path(sys.argv[1]), sys.argv[2]\n"
+        "tries = folder.parent / (kind + '.txt')\nhas_failed = tries.exists()\n"
+        "with open(tries, 'a') as file:\n    file.write('x')\n"
+        "if kind == 'begun' or kind == 'unlucky' and has_failed:\n"
+        "    (folder / 'config.json').write_text('{\"train_batch_size\": 4, \"rollout_n\": 2}')\n"
+        "    (folder / 'metrics.jsonl').write_text('{\"step\": 0, \"val/accuracy\": 0.25}\\n')\n"
+        "if kind == 'begun' or not (kind == 'unlucky' and has_failed):\n    raise ValueError('no memory')\n"
+    )
+    kinds = ("unlucky", "hopeless", "begun")
+    jobs = [learning.Job(x, 0, f"{program} {tmp_path / x} {x}", tmp_path / x) for x in kinds]
+    learning.run_all(jobs, 2, 600, gpus=(0,))
+    assert [(tmp_path / f"{x}.txt").read_text() for x in kinds] == ["xx", "xxx", "x"]
+    error = "exit 1: ValueError: no memory"
+    assert [learning.result(job)["error"] for job in jobs] == [None, error, error]
+    assert capsys.readouterr().out.count(f"starts again after {error}") == 1 + 2
+    learning.run_all(jobs[1:2], 1, 600, gpus=(0,))  # alone on its GPU
+    assert (tmp_path / "hopeless.txt").read_text() == "xxxx"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # long_run.py
 
