@@ -3,7 +3,9 @@ has it, or what stands in for it.
 """
 
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import helpers_scripts as h
 import launch
 import numpy as np
 import pytest
+import safetensors._safetensors_rust
 import torch
 from helpers_engines import ROWS, TEMPERATURE, change, logits_of, plain, push, samples_from, trainer_gap, weights
 from helpers_samplers import with_two_heads
@@ -284,6 +287,28 @@ def test_what_sglang_cannot_do_is_refused_by_name(task, tmp_path, changes, sente
 def test_an_sglang_that_does_not_start_ends_the_run_with_a_sentence(world, tmp_path):
     with pytest.raises(RuntimeError, match=r"SGLang's process \d+ has ended \(status 1\); what it printed is above"):
         sglang.Child({"model_path": str(tmp_path)}, "")
+
+
+FINDS = """
+import ctypes, os, subprocess, sys
+from extras.engines.sglang.child import let_loader_find
+for path in ["libm.so.6", sys.argv[1]]:
+    ctypes.CDLL(path)
+    let_loader_find("libof_pip.so")
+    load = [sys.executable, "-c", "import ctypes; ctypes.CDLL('libof_pip.so.13')"]
+    print(subprocess.run(load, stderr=subprocess.DEVNULL).returncode, os.environ["LD_LIBRARY_PATH"])
+"""
+
+
+@pytest.mark.parametrize("before", ["", "/nowhere"])
+def test_what_sglang_starts_finds_a_library_that_its_process_has_loaded(tmp_path, before):
+    folder = tmp_path / "a lib"
+    folder.mkdir()
+    library = shutil.copy(safetensors._safetensors_rust.__file__, folder / "libof_pip.so.13")  # any one will do
+    environment = os.environ | {"LD_LIBRARY_PATH": before}
+    command = [sys.executable, "-c", FINDS, str(library)]
+    said = subprocess.run(command, env=environment, cwd=launch.ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == [f"1 {before}", f"0 {folder}{':' if before else ''}{before}"]
 
 
 def test_where_sglang_is_not_installed_it_is_refused(monkeypatch, tiny_model):

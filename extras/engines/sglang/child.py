@@ -23,7 +23,6 @@ import asyncio
 import ctypes
 import os
 import sys
-import threading
 from importlib import import_module
 from multiprocessing.connection import Connection
 
@@ -129,20 +128,28 @@ class Child:
             self.loop.call_soon_threadsafe(self.loop.stop)
 
 
+def let_loader_find(library):
+    """Let processes that are started from now on find a library that this one has loaded, by LD_LIBRARY_PATH."""
+    with open("/proc/self/maps") as lines:
+        folders = {x[x.index("/") :].rpartition("/")[0] for x in lines if f"/{library}." in x}
+    os.environ["LD_LIBRARY_PATH"] = ":".join([*folders, os.environ.get("LD_LIBRARY_PATH", "")]).strip(":")
+
+
 def main():
     """Start SGLang, and serve it until the other end is closed."""
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG and SIGKILL: the training process may end while SGLang starts
     connection = Connection(int(sys.argv[1]))
-    _, settings = connection.recv()
+    most = (settings := connection.recv()[1])["context_length"]
     from sglang.srt.entrypoints.engine import Engine
 
+    # For sleeping, SGLang's processes preload a library that needs this one. pip puts it where no loader looks.
+    let_loader_find("libcudart.so")
     engine = Engine(**settings)
     child, room = Child(connection, engine), engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
     # SGLang would cut responses that do not fit, and only warn.
-    most = settings["context_length"]
     problem = f"there is memory for {room} tokens, and a sequence may have {most}; raise --gpu-memory-utilization"
     connection.send(("done", problem if room < most else None))
-    threading.Thread(target=child.listen, daemon=True).start()
+    child.loop.run_in_executor(None, child.listen)
     child.loop.run_forever()
     child.engine.shutdown()
     os._exit(0)

@@ -107,8 +107,7 @@ class Engine(base.Engine):
             raise ValueError("--engine sglang reads nothing but text; use --engine vllm or hf for a model with images")
         self.first_rank = ranks.rank - ranks.rank % size
         if size > 1:
-            groups = [[*range(first, first + size)] for first in range(0, ranks.size, size)]
-            self.group, _ = dist.new_subgroups_by_enumeration(groups, backend="gloo")
+            self.group, _ = dist.new_subgroups(size, backend="gloo")
             wait_without_end(self.group)
         self.can_sleep = flags.free_cache_engine and not load_weights and not on_cpu
         self.count = 0  # of requests that were handed over
@@ -242,9 +241,8 @@ class Engine(base.Engine):
 
 def gpus_of(first: int, size: int) -> str:
     """The GPUs of an engine, as the environment names them: `size` of those that this process sees, from `first`."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    seen = names.split(",") if names else [str(i) for i in range(first + size)]
-    return ",".join(seen[first : first + size])
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(first + size)))
+    return ",".join(seen.split(",")[first : first + size])
 
 
 def buckets_of(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
