@@ -1,6 +1,6 @@
 """A long run that is killed three times: is there one curve, and do memory, open files or seconds per step grow?
 
-    python benchmarks/long_run.py                       # 1,000 steps of SmolLM2-135M on a GPU, in about 22 minutes
+    python benchmarks/long_run.py                       # 1,000 steps of SmolLM2-135M on a GPU
     python benchmarks/long_run.py --task sums --kill-after 12 31 43 --every 0.5 --extra="--total-training-steps 100 \\
         --test-freq 20 --save-freq 10 --engine hf"      # a tiny model on a CPU, in a few minutes
 
@@ -44,7 +44,7 @@ from benchmarks import leaderboard, learning  # noqa: E402
 LONG = "--total-training-steps 1000 --test-freq 100 --save-freq 50 --max-ckpt-to-keep 3"
 SIZES = {
     "sums": "",
-    # Small enough for steps of less than 0.9 s on an H200. The longest demonstration has 148 tokens.
+    # Short steps, since there are many. The longest demonstration has 148 tokens.
     "word_problems": "--train-batch-size 8 --ppo-mini-batch-size 8 --max-response-length 160",
 }
 SEEN = {  # columns of the table

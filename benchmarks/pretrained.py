@@ -57,6 +57,7 @@ class Task(NamedTuple):
     base: str = "smollm2"  # the model's folder
     base_flags: str = ""  # of data/smollm2.py, which makes it
     hinted: str = ""  # the file of data with the held-out problems and their solutions in the prompt, if there is one
+    partner: str = ""  # flags of what answers the policy, in every run and in eval.py
 
 
 SFT = (
@@ -80,8 +81,8 @@ TASKS = {
         data="data/gsm8k.py --source {gsm8k} --calculator",
         sft=f"{SFT} --max-length 1024 --train-batch-size 32 --lr 2e-4",
         sft_steps=466,
-        train=f"{TRAIN} --tools environments/calculator.py --max-turns 10 --max-prompt-length 448 "
-        "--max-response-length 768",
+        train=TRAIN,
+        partner="--tools environments/calculator.py --max-turns 10 --max-prompt-length 448 --max-response-length 768",
         num_test=1319,
         title="GSM8K with a calculator: 7,473 problems, 1,319 held out",
         base="smollm2_tools",
@@ -227,16 +228,16 @@ def measure(args: Args, checkpoint: str) -> None:
     accuracy. It also measures the mean, pass@1, 2, 4 and 8 and the majority vote of 8 samples at temperature 1. If the
     task has prompts with hints, it measures the greedy accuracy with these as well.
     """
-    folder, found, hinted = args.work_dir / args.task, {}, TASKS[args.task].hinted
+    task, folder, found = TASKS[args.task], args.work_dir / args.task, {}
     if (folder / "measured.json").exists():
         return
-    for name, model in {"sft": checkpoint, "base": args.work_dir / TASKS[args.task].base}.items():
+    for name, model in {"sft": checkpoint, "base": args.work_dir / task.base}.items():
         kinds = {"greedy": ("test.parquet", ""), "sampled": ("test.parquet", "--rollout-n 8 --temperature 1")}
-        for kind, (file, flags) in (
-            kinds | ({"hinted": (hinted, "--max-prompt-length 640")} if hinted else {})
-        ).items():
-            words = f"eval.py --model {model} --val-files {folder}/data/{file} --max-prompt-length 288 {flags} "
-            words += "--max-response-length 256 --gpu-memory-utilization 0.3 --reward-workers 2 "
+        if task.hinted:
+            kinds["hinted"] = (task.hinted, "--max-prompt-length 640")
+        for kind, (file, flags) in kinds.items():
+            words = f"eval.py --model {model} --val-files {folder}/data/{file} --gpu-memory-utilization 0.3 "
+            words += f"--reward-workers 2 --max-prompt-length 288 --max-response-length 256 {task.partner} {flags}"
             log = folder / f"{name}.{kind}.log"
             printed = run(f"{words} --output {folder}/{name}.{kind}.jsonl", log, args.gpus[-1])
             for key, value in re.findall(r"^  (accuracy|pass@\d|maj@8) +([0-9.]+)$", printed, re.MULTILINE):
@@ -275,7 +276,8 @@ def jobs_of(args: Args, model: str) -> list[learning.Job]:
     """The jobs of a task that --only and --seeds ask for."""
     names, folder = [name for name in NAMES if not args.only or name in args.only], args.work_dir / args.task
     files = f"--model {model} --train-files {folder}/data/train.parquet --val-files {folder}/data/test.parquet"
-    return learning.make_jobs(RUNS, folder, f"{files} {TASKS[args.task].train}", names, args.seeds, args.extra)
+    flags = f"{files} {TASKS[args.task].train} {TASKS[args.task].partner}".strip()
+    return learning.make_jobs(RUNS, folder, flags, names, args.seeds, args.extra)
 
 
 def standard_error(accuracy: float, n: int) -> float:

@@ -687,6 +687,37 @@ def test_pretrained_flags_are_those_of_their_scripts(long_model):
     assert seen == {(script, 256 if script == "train_ppo.py" else 512) for script in SCRIPTS if script != "sft.py"}
 
 
+@pytest.mark.parametrize("task", pretrained.TASKS)
+def test_pretrained_measures_as_its_runs_sample(task, tmp_path, long_model, monkeypatch):
+    """What answers the policy, and the limits of lengths, are those of GRPO on the same task."""
+    commands, args = [], pretrained.Args(task=task, work_dir=tmp_path, only=("grpo",), seeds=(0,))
+    printed = "  accuracy                     0.2500\n  pass@8                       0.5000\n"
+    monkeypatch.setattr(pretrained, "run", lambda command, log, gpu: commands.append(command) or printed)
+    (tmp_path / task).mkdir()
+    pretrained.measure(args, "checkpoint")
+    [job] = pretrained.jobs_of(args, "checkpoint")
+    script, *words = shlex.split(job.command)
+    trained, evaluated = vars(flags_of(script, words, long_model)), []
+    plain = [command for command in commands if "test.parquet" in command]  # the others have hints
+    assert len(commands) - len(plain) == 2 * bool(pretrained.TASKS[task].hinted)
+    for command in plain:
+        script, *words = shlex.split(command)
+        evaluated.append(flat(parsed(evaluation.Args, words)))
+        for name in ("tools", "max_turns", "max_prompt_length", "max_response_length", "val_files"):
+            assert script == "eval.py" and evaluated[-1][name] == trained[name]
+    assert trained["tools"] == (("environments/calculator.py",) if task == "gsm8k_calculator" else ())
+    base = str(tmp_path / pretrained.TASKS[task].base)
+    assert [(x["model"], x["rollout_n"], x["temperature"]) for x in evaluated] == [
+        ("checkpoint", 1, 0.0), ("checkpoint", 8, 1.0), (base, 1, 0.0), (base, 8, 1.0)
+    ]  # fmt: skip
+    measured = json.loads((tmp_path / task / "measured.json").read_text())
+    assert (
+        measured["sft greedy accuracy"] == 0.25
+        and measured["base sampled pass@8"] == 0.5
+        and len(measured) == 2 * len(commands)
+    )
+
+
 def test_pretrained_has_old_tokens_with_a_correction_and_without(long_model):
     """Samplers that share the trainer's GPU and are up to 0, 1 and 4 steps ahead, and partial rollouts."""
     args = pretrained.Args(task="word_problems", seeds=(0,))
