@@ -112,7 +112,7 @@ def watch(run: psutil.Popen, folder: Path, kill_after: int | None, args: Args) -
         elif time.time() > looked + args.every:
             looked = time.time()
             with contextlib.suppress(psutil.NoSuchProcess):  # it has ended just now
-                yield {"step": new[0]["step"] if new else None} | look(run)
+                yield {"step": new[0]["step"] + 1 if new else None} | look(run)  # the step that it is in
         time.sleep(0.05)
 
 
@@ -147,7 +147,8 @@ def points(folder: Path) -> list[dict[str, Any]]:
         found.append({"step": x["step"]} | {name: x[key] for key, name in names.items() if key in x})
         if "timing_s/step" in x:
             found[-1]["seconds"] = x["timing_s/step"] - x.get("timing_s/testing", 0)
-    return found + [x for x in lines_of(folder / "samples.jsonl") if x.get("step") is not None]
+    last = found[-1]["step"]  # after it the processes end
+    return found + [x for x in lines_of(folder / "samples.jsonl") if 0 < (x.get("step") or 0) <= last]
 
 
 def report(folder: Path) -> dict[str, Any]:

@@ -887,7 +887,8 @@ def test_a_killed_long_run_has_every_step_once(task, tmp_path):
     assert first["steps"] + second["steps"] == [1, kill["resumed_from"], kill["resumed_from"] + 1, 20]
     assert found["steps_once"] and both["steps"] == [1, 20] and set(found["accuracy"]) == {10, 20}
     assert list_steps(tmp_path) == [15, 20]
-    assert 0.1 < min(first["memory"]) <= max(first["memory"]) < 10 and min(first["files"]) > 3
+    samples = [x for x in h.read_jsonl(tmp_path / "samples.jsonl") if x["start"] == 0 and x.get("step")]
+    assert samples and all(0.1 < x["memory"] < 10 and x["files"] > 3 and 1 < x["step"] <= 20 for x in samples)
 
 
 def test_a_long_run_sees_all_that_its_processes_hold(tmp_path):
@@ -930,6 +931,7 @@ def test_the_table_of_a_long_run_by_hand(tmp_path):
     samples += [{"start": 0, "step": step, "memory": 2.0, "files": 30, "threads": 20} for step in range(1, 25)]
     samples += [{"start": 0, "killed_after": 24, "saving": False, "left": []}]
     samples += [{"start": 1, "step": step, "memory": step / 10, "files": 31, "threads": 21} for step in range(21, 41)]
+    samples += [{"start": 1, "step": 41, "memory": 0.1, "files": 3, "threads": 1} for _ in range(9)]  # it ends
     for name, rows in (("metrics", lines), ("samples", samples)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in rows))
     (tmp_path / "output_0.log").write_text("run: new run, steps 1-40\n")
