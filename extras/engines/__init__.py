@@ -9,15 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-ROOT = Path(__file__).resolve().parents[2]
-
 HAS_VLLM = getattr(find_spec("vllm"), "origin", None) is not None  # any folder that is called vllm has a spec as well
 DEFAULT: Literal["vllm", "hf"] = "vllm" if HAS_VLLM else "hf"  # of --engine
 
 
 def python_of_sglang() -> str | None:
     """The Python that has SGLang: $SGLANG_PYTHON, that of `make sglang`, or this one. None if there is none."""
-    made = ROOT / ".venv-sglang" / "bin" / "python"
+    made = Path(__file__).resolve().parents[2] / ".venv-sglang" / "bin" / "python"
     here = sys.executable if find_spec("sglang") is not None else None
     return os.environ.get("SGLANG_PYTHON") or (str(made) if made.exists() else here)
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from extras.samplers import SamplerFlags, protocol
+from extras.systems import without_ranks
 from rl import children
 from rl.ranks import Ranks
 
 MAX_RESTARTS = 3  # of a sampler, in a row in which it finishes no group
-OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass
@@ -71,8 +71,7 @@ class LocalSamplers:
                 process.kill()
 
     def _start(self, device: str | None) -> subprocess.Popen:
-        env = {x: os.environ[x] for x in os.environ if x not in OF_A_RANK and not x.startswith("TORCHELASTIC")}
-        env |= {protocol.TOKEN: self.token, protocol.PARENT: str(os.getpid())}
+        env = without_ranks(os.environ) | {protocol.TOKEN: self.token, protocol.PARENT: str(os.getpid())}
         env |= {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
         return children.start("extras.samplers.sampler.run", "--connect", self.address, env=env)
 

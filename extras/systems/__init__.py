@@ -1,6 +1,7 @@
 """Operating systems other than Linux, such as macOS: what only Linux can do, and what stands in for it elsewhere.
 
 guard.py begins and ends the processes that call reward functions where the calls of Linux for that are missing.
+environment.py has what processes beside the ranks do not inherit, on any system.
 """
 
 import ctypes
@@ -8,7 +9,6 @@ import platform
 import signal
 from typing import Any
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux
 SYSTEM = platform.system()  # Linux, or Darwin for macOS
 LOOPBACK = "lo" if SYSTEM == "Linux" else "lo0"  # the network of this machine alone
 
@@ -24,12 +24,19 @@ def die_with_parent(by: int = signal.SIGKILL) -> None:
     such call, and there it does nothing.
     """
     if SYSTEM == "Linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
+        ctypes.CDLL(None).prctl(1, by)  # PR_SET_PDEATHSIG
 
 
 def adopt_orphans() -> None:
     """Let every process below this one become its child when its own parent ends. Only Linux has such a call."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def without_ranks(variables: Any) -> dict[str, str]:
+    """Variables of the environment for a process that is no rank of the run, see environment.py."""
+    from extras.systems import environment
+
+    return environment.without_ranks(variables)
 
 
 def begin_worker(descriptor: int) -> Any:

@@ -245,7 +245,8 @@ def kill_at_step_3():
 
 def test_partial_rollouts_go_on_with_new_weights(task, tmp_path):
     changes = dict(engine="sglang", partial_rollouts=1.0, rollout_is="none", total_training_steps=4)
-    settings = h.grpo_settings(task, tmp_path / "run", **changes, max_response_length=40)
+    # So few are sampled at a time that some have begun when those that a step waits for are complete.
+    settings = h.grpo_settings(task, tmp_path / "run", **changes, max_response_length=40, max_num_seqs=6)
     run = launch.fork("train_grpo", settings, tmp_path / "log")
     assert run.ends() == [0], run.log.read_text()
     lines = [x for x in h.read_jsonl(tmp_path / "run" / "metrics.jsonl") if "actor/loss" in x]

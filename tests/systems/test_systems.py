@@ -15,6 +15,8 @@ import pytest
 from launch import ROOT
 from packaging.requirements import Requirement
 
+from extras.systems import without_ranks
+
 ELSEWHERE = ROOT / "tests" / "systems" / "elsewhere"
 HIDDEN = {"PYTHONPATH": f"{ELSEWHERE}:{ROOT}"}
 
@@ -115,3 +117,14 @@ def test_make_installs_the_torch_of_the_system(system, torch, tmp_path):
     command = ["make", "--dry-run", "install", f"VENV={tmp_path / 'venv'}"]
     recipe = subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True).stdout
     assert {word for word in recipe.split() if word.startswith("torch==")} == {torch}
+
+
+def test_what_is_no_rank_does_not_see_the_variables_that_torchrun_gives_to_ranks():
+    """torchrun itself says what it gives them. What the user has set stays."""
+    code = "import json, os; print(json.dumps(dict(os.environ)))"
+    own = {**os.environ, "OMP_NUM_THREADS": "1", "NCCL_DEBUG": "WARN", "RANKS": "5"}
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", sys.executable, "-c", code]
+    printed = subprocess.run(words, env=own, capture_output=True, text=True, check=True).stdout
+    of_rank = json.loads(printed)
+    assert {"RANK", "ROLE_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} < of_rank.keys()
+    assert without_ranks(of_rank) == own | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # which torch's default is, too

@@ -13,13 +13,11 @@ import signal
 import socket
 from typing import NoReturn
 
-from extras.systems import adopt_orphans, die_with_parent
+from extras.systems import adopt_orphans, die_with_parent, without_ranks
 from rl.scoring import guard
 
 MAX_MESSAGE = 1 << 16
 REPORT = 3  # the descriptor of an agent's report
-# What torchrun tells the ranks. An agent that trains something must not take part in their group.
-OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
 def main() -> None:
@@ -62,8 +60,7 @@ def _become(files: list[int], command: str, more: dict[str, str]) -> NoReturn:
             os.dup2(file, place)
         os.dup2(2, 1)  # what it prints is shown beside what the run says
         os.closerange(REPORT + 1, 1 << 10)
-        env = {name: x for name, x in os.environ.items() if name not in OF_RANKS} | more
-        os.execve("/bin/sh", ["sh", "-c", command], env)
+        os.execve("/bin/sh", ["sh", "-c", command], without_ranks(os.environ) | more)
     finally:
         os._exit(127)
 

@@ -21,6 +21,7 @@ from torch.multiprocessing import reductions
 import rl.sampling.engines.base as base
 from extras import families
 from extras.engines import python_of_sglang
+from extras.systems import without_ranks
 from rl.data.types import Completion, Request, Sampling
 from rl.ranks import Ranks, final_barrier, wait_without_end
 from rl.sampling.engines.flags import EngineFlags
@@ -28,9 +29,7 @@ from rl.sampling.engines.flags import EngineFlags
 BUCKET = 512 << 20  # bytes of weights that are pushed at a time. A larger tensor has a bucket of its own.
 WAIT_S = 0.05  # how long a step waits for a response to end
 ROOM = 8  # tokens that SGLang wants beyond those of a sequence
-# Variables that torchrun and this process have set for themselves. SGLang sets its own.
-NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
-                 "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}  # fmt: skip
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}  # what this process has set for its own memory
 OF_CPU = {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch",
           "disable_cuda_graph": True, "disable_overlap_schedule": True}  # fmt: skip
 
@@ -42,8 +41,8 @@ class Child:
         self.connection, theirs = Pipe()
         python, program = python_of_sglang() or sys.executable, Path(__file__).with_name("child.py")
         # The other Python must not import the packages of this one.
-        left_out = NOT_INHERITED | ({"PYTHONPATH"} if python != sys.executable else set())
-        environment = {k: v for k, v in os.environ.items() if k not in left_out and "TORCHELASTIC" not in k}
+        left_out = ALLOCATOR | ({"PYTHONPATH"} if python != sys.executable else set())
+        environment = {k: v for k, v in without_ranks(os.environ).items() if k not in left_out}
         environment |= {"CUDA_VISIBLE_DEVICES": gpus, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # for ROOM
         # SGLang compiles kernels when it first needs them, with the ninja beside its Python.
         environment |= {"TQDM_DISABLE": "1", "PATH": f"{Path(python).parent}:{os.environ.get('PATH', '')}"}

@@ -3,6 +3,7 @@ transformers, one token of every request at a time. Like SGLang 0.5.23 it
 
 - returns the log-probs of tokens after the temperature and before top-k,
 - aborts all requests whose names begin with the given one,
+- samples for max_running_requests at a time, in the order in which they came,
 - refuses weights outside of a push, and a push or sleep while anything is sampled,
 - drops requests that are longer than its context.
 """
@@ -99,13 +100,14 @@ class Manager:
 
 
 # Settings of SGLang's ServerArgs that make no difference here.
-OTHERS = {"skip_tokenizer_init", "max_running_requests", "max_total_tokens", "mem_fraction_static", "sleep_on_idle",
+OTHERS = {"skip_tokenizer_init", "max_total_tokens", "mem_fraction_static", "sleep_on_idle",
           "enable_memory_saver", "log_level", "cuda_graph_max_bs_decode", "disable_prefill_cuda_graph", "device",
           "attention_backend", "sampling_backend", "disable_cuda_graph", "disable_overlap_schedule"}  # fmt: skip
 
 
 class Engine:
-    def __init__(self, *, model_path, dtype, load_format, random_seed, tp_size, context_length, **others):
+    def __init__(self, *, model_path, dtype, load_format, random_seed, tp_size, context_length,
+                 max_running_requests, **others):  # fmt: skip
         assert {*others} <= OTHERS, {*others} - OTHERS
         room = {"max_total_num_tokens": others["max_total_tokens"]}
         self._scheduler_init_result = SimpleNamespace(scheduler_infos=[room])
@@ -114,7 +116,7 @@ class Engine:
             for x in self.model.parameters():
                 x.data.fill_(0.01)
         torch.manual_seed(random_seed)
-        self.size, self.longest = tp_size, context_length
+        self.size, self.longest, self.at_a_time = tp_size, context_length, max_running_requests
         self.requests, self.loop, self.tokenizer_manager = {}, asyncio.new_event_loop(), Manager(self)
         eos = self.model.generation_config.eos_token_id
         self.eos = {*eos} if isinstance(eos, list) else {eos}
@@ -136,6 +138,8 @@ class Engine:
             if x["aborted"]:
                 reason = "abort"
                 break
+            if rid not in [*self.requests][: self.at_a_time]:
+                continue
             with torch.no_grad():
                 logits = self.model(input_ids=torch.tensor([[*input_ids, *ids]])).logits[0, -1].float()
             logp = (logits / (temperature or 1.0)).log_softmax(-1)
