@@ -27,6 +27,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from pathlib import Path
@@ -37,7 +38,8 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 GOAL = 0.9  # held-out accuracy whose first step the table names
-STARTS = 3  # how often a run starts at most that ends before its first line of metrics, beside others on its GPU
+STARTS = 3  # a run whose engine finds that memory is taken or given back by others is started at most this often
+BY_OTHERS = ("No available memory for the cache blocks", "Error in memory profiling")  # what vLLM says of that
 
 
 class Setting(NamedTuple):
@@ -387,8 +389,8 @@ def run_all(
     starts are at least `stagger` seconds apart. A job that needs what is not there yet waits. It is a RuntimeError if
     nobody makes it.
 
-    If several jobs share a GPU, a job that fails before its first line of metrics starts again, STARTS times in all. An
-    engine that starts measures the memory that is free, and fails if others take or give back memory meanwhile.
+    If jobs may share a GPU, one whose engine fails at its start because of what others do with its memory starts again,
+    STARTS times in all. The timeout is for each start.
     """
     waiting, running, last_start = list(jobs), {}, -stagger
     starts: Counter[Path] = Counter()
@@ -430,8 +432,11 @@ def run_all(
                 elif status != 0:
                     error = f"exit {status}: {last_error(job.folder / 'output.log')}"
                 del running[process]
-                if status and at_a_time > len(gpus) > 0 and starts[job.folder] < STARTS and not metrics_of(job):
+                is_by_others = at_a_time > len(gpus) > 0 and any(x in (error or "") for x in BY_OTHERS)
+                if is_by_others and starts[job.folder] < STARTS and not metrics_of(job):
                     print(f"{job.name}, seed {job.seed}: starts again after {error}", flush=True)
+                    with suppress(ProcessLookupError):  # what it has started may still hold memory
+                        os.killpg(process.pid, signal.SIGKILL)
                     waiting.append(job)
                     continue
                 x = summarize(job, seconds, error)

@@ -63,11 +63,11 @@ class Args:
     task: Literal[*leaderboard.TASKS] = "word_problems"
     """Model and data are those of this task of benchmarks/leaderboard.py."""
     kill_after: tuple[int, ...] = (120, 252, 410)
-    """The run is killed in the step after each of these. Soon after step 250 a checkpoint is still being written."""
+    """The run is killed in the step after each of these. Soon after step 250 a checkpoint may not be complete."""
     every: float = 2.0
-    """The processes are looked at again after this many seconds."""
+    """Memory, files and threads are recorded every time that this many seconds have passed."""
     seed: int = 0
-    """The seed decides the run, and in which moment of a step a kill comes."""
+    """The seed decides the run, and at which moment of a step a kill comes."""
     extra: str = ""
     """The run gets these flags after all others."""
     work_dir: Path = Path("runs/long_run")
@@ -85,7 +85,7 @@ def look(process: psutil.Process) -> dict[str, float]:
     """Memory, open files and threads of a process and all below it, and memory in use on the machine's GPUs if any."""
     seen = []
     for x in [process, *process.children(recursive=True)]:
-        with contextlib.suppress(psutil.Error):  # it has ended just now
+        with contextlib.suppress(psutil.Error):  # it has just ended
             seen.append((x.memory_info().rss / 2**30, x.num_fds(), x.num_threads()))
     found = dict(zip(("memory", "files", "threads"), map(sum, zip(*seen, strict=True)), strict=False))
     if shutil.which("nvidia-smi"):
@@ -106,14 +106,16 @@ def watch(run: psutil.Popen, folder: Path, kill_after: int | None, args: Args) -
             time.sleep(random.Random(f"{args.seed} {kill_after}").uniform(0, new[0].get("timing_s/step", 1)))
             below, saving = run.children(recursive=True), any(folder.glob(".tmp-global_step_*"))
             os.killpg(run.pid, signal.SIGKILL)
-            _, left = psutil.wait_procs(below, timeout=60)  # some have groups of their own, and have to notice
+            _, left = psutil.wait_procs(
+                [run, *below], timeout=60
+            )  # some have groups of their own, and end by themselves
             [last] = lines_of(folder / "metrics.jsonl", last=1)
             yield {"killed_after": last["step"], "saving": saving, "left": [str(x) for x in left]}
         elif time.time() > looked + args.every:
             looked = time.time()
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended just now
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
                 yield {"step": new[0]["step"] + 1 if new else None} | look(run)  # the step that it is in
-        time.sleep(0.05)
+        time.sleep(0.2)
 
 
 def make(command: str, folder: Path, args: Args) -> None:
@@ -156,10 +158,14 @@ def report(folder: Path) -> dict[str, Any]:
     end. Each part has medians over the first and the last tenth of its steps.
     """
     logs = [folder / f"output_{i}.log" for i in range(len(list(folder.glob("output_*.log"))))]
-    resumed = [re.search(r"resumed from .*global_step_(\d+)", log.read_text()) for log in logs]
     seen = points(folder)
     steps = [x["step"] for x in seen if "seconds" in x]
-    begins = [int(x[1]) if x else 0 for x in resumed] + [steps[-1]]
+    begins, now = [], 0
+    for log in logs:  # one that ended before it said where it begins has begun where the one before it did
+        found = re.search(r": new run, steps|resumed from .*global_step_(\d+)", log.read_text())
+        now = int(found[1] or 0) if found else now
+        begins.append(now)
+    begins.append(steps[-1])
 
     def part(start: int | None, begin: int, end: int) -> dict[str, Any]:
         tenth, here = max(1, (end - begin) // 10), [x for x in seen if start is None or x.get("start", start) == start]

@@ -6,8 +6,8 @@
 
 One figure of every algorithm, with 160 steps and three seeds of each:
 
-    python benchmarks/pretrained.py --task word_problems --extra="--total-training-steps 160" --in-one --only grpo \\
-        ppo dapo dpo prime remax reinforce_plus_plus distill self_distill lora_8
+    python benchmarks/pretrained.py --task word_problems_hints --extra="--total-training-steps 160" --in-one \\
+        --only grpo ppo dapo dpo prime remax reinforce_plus_plus distill self_distill lora_8
 
 Every task has one SFT checkpoint, from which all its runs start. It is trained first and kept, and measured: greedy
 accuracy and pass@8 on all held-out problems. A run differs from the others in its script and flags, which RUNS lists,
@@ -57,7 +57,9 @@ class Task(NamedTuple):
     base: str = "smollm2"  # the model's folder
     base_flags: str = ""  # of data/smollm2.py, which makes it
     hinted: str = ""  # the file of data with the held-out problems and their solutions in the prompt, if there is one
-    partner: str = ""  # flags of what answers the policy, in every run and in eval.py
+    conversation: str = (
+        ""  # flags of what answers the policy, and lengths of conversations, in every run and in eval.py
+    )
 
 
 SFT = (
@@ -82,7 +84,8 @@ TASKS = {
         sft=f"{SFT} --max-length 1024 --train-batch-size 32 --lr 2e-4",
         sft_steps=466,
         train=TRAIN,
-        partner="--tools environments/calculator.py --max-turns 10 --max-prompt-length 448 --max-response-length 768",
+        conversation="--tools environments/calculator.py --max-turns 10 --max-prompt-length 448 "
+        "--max-response-length 768",
         num_test=1319,
         title="GSM8K with a calculator: 7,473 problems, 1,319 held out",
         base="smollm2_tools",
@@ -96,7 +99,7 @@ TASKS = {
         num_test=2000,
         title="word problems: 6,400 problems, 2,000 held out",
     ),
-    # In half of the demonstrations the prompt has the solution, so the policy can read a hint.
+    # In half of the demonstrations the prompt has the solution, so that the policy learns to read a hint.
     "word_problems_hints": Task(
         data="data/word_problems.py --num-test 2000 --num-sft 2000 --hinted-share 0.5",
         sft=f"{SFT} --train-batch-size 32 --lr 1e-4",
@@ -237,7 +240,7 @@ def measure(args: Args, checkpoint: str) -> None:
             kinds["hinted"] = (task.hinted, "--max-prompt-length 640")
         for kind, (file, flags) in kinds.items():
             words = f"eval.py --model {model} --val-files {folder}/data/{file} --gpu-memory-utilization 0.3 "
-            words += f"--reward-workers 2 --max-prompt-length 288 --max-response-length 256 {task.partner} {flags}"
+            words += f"--reward-workers 2 --max-prompt-length 288 --max-response-length 256 {task.conversation} {flags}"
             log = folder / f"{name}.{kind}.log"
             printed = run(f"{words} --output {folder}/{name}.{kind}.jsonl", log, args.gpus[-1])
             for key, value in re.findall(r"^  (accuracy|pass@\d|maj@8) +([0-9.]+)$", printed, re.MULTILINE):
@@ -276,7 +279,7 @@ def jobs_of(args: Args, model: str) -> list[learning.Job]:
     """The jobs of a task that --only and --seeds ask for."""
     names, folder = [name for name in NAMES if not args.only or name in args.only], args.work_dir / args.task
     files = f"--model {model} --train-files {folder}/data/train.parquet --val-files {folder}/data/test.parquet"
-    flags = f"{files} {TASKS[args.task].train} {TASKS[args.task].partner}".strip()
+    flags = f"{files} {TASKS[args.task].train} {TASKS[args.task].conversation}".strip()
     return learning.make_jobs(RUNS, folder, flags, names, args.seeds, args.extra)
 
 
@@ -394,6 +397,7 @@ def main(args: Args) -> list[dict]:
     if unknown := sorted(set(args.only) - set(NAMES)):
         raise ValueError(f"--only {' '.join(unknown)}: unknown; choose from {', '.join(NAMES)}")
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    problem: BaseException | None = None
     if not args.report_only:
         learning.end_on_sigterm()
         model = prepare(args)
@@ -401,7 +405,7 @@ def main(args: Args) -> list[dict]:
         with ThreadPoolExecutor(1) as pool:  # measures beside the runs
             measured = pool.submit(measure, args, model)
             learning.run_all(jobs, args.jobs, args.timeout, gpus=args.gpus, stagger=args.stagger)
-            measured.result()
+            problem = measured.exception()
     found = [json.loads(file.read_text()) for file in args.work_dir.glob(f"{args.task}/*/seed_*/result.json")]
     found = [x for x in found if x["name"] in NAMES and x["accuracy"]]
     results = sorted(found, key=lambda x: (NAMES.index(x["name"]), x["seed"]))
@@ -409,6 +413,8 @@ def main(args: Args) -> list[dict]:
         raise ValueError(f"--report-only: no result.json with an accuracy in {args.work_dir}/{args.task}/*/seed_*")
     if results:
         write_results(args, results)
+    if problem is not None:  # the measurement of the checkpoint failed, while the runs went on
+        raise problem
     return results
 
 

@@ -47,7 +47,7 @@ class Args:
     """There are this many held-out problems."""
     hinted_share: float = 0.0
     """In this share of the demonstrations the prompt has the solution, by the default of --hint-template of
-    train_self_distill.py. Who learns from these can read a hint, as the teacher of that script has to."""
+    train_self_distill.py. A model that learns from them can read a hint, as the teacher of that script has to."""
     seed: int = 0
     """The seed decides the problems, and which demonstrations have hints."""
 
@@ -112,7 +112,9 @@ def problem(rng: random.Random) -> tuple[str, str, int]:
 
 
 def prompt(question: str, hint: str | None = None) -> list[dict[str, str]]:
-    """The user's turn, with a solution as a hint or without."""
+    """The user's turn, with a solution as a hint or without. extras.self_distillation.hints makes the same
+    of a row, and needs torch.
+    """
     text = f"{question} {INSTRUCTION}"
     if hint is not None:
         text = TEMPLATE.replace(r"\n", "\n").format(prompt=text, hint=hint)
@@ -147,9 +149,9 @@ def main(args: Args) -> dict[str, int]:
     problems = iter(found.values())
     tables = {name: [next(problems) for _ in range(size)] for name, size in sizes.items()}
     rows = {name: [rl_row(x, name, i) for i, x in enumerate(tables[name])] for name in ("train", "test")}
-    reads = random.Random(f"{args.seed} hints")  # of its own, so that the problems stay what they are
+    rng_hints = random.Random(f"{args.seed} hints")  # of its own, so that the problems stay what they are
     rows["sft"] = [
-        {"prompt": prompt(question, solution if reads.random() < args.hinted_share else None), "response": solution}
+        {"prompt": prompt(question, solution if rng_hints.random() < args.hinted_share else None), "response": solution}
         for question, solution, _ in tables["sft"]
     ]
     if args.hinted_share > 0:

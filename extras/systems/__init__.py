@@ -1,7 +1,7 @@
 """Operating systems other than Linux, such as macOS: what only Linux can do, and what stands in for it elsewhere.
 
 guard.py begins and ends the processes that call reward functions where the calls of Linux for that are missing.
-environment.py has what processes beside the ranks do not inherit, on any system.
+ranks.py has what torchrun tells ranks, on any system.
 """
 
 import ctypes
@@ -32,11 +32,11 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
-def without_ranks(variables: Any) -> dict[str, str]:
-    """Variables of the environment for a process that is no rank of the run, see environment.py."""
-    from extras.systems import environment
+def without_ranks(environment: Any) -> dict[str, str]:
+    """The variables of an environment for a process that is no rank of the run, see ranks.py."""
+    from extras.systems import ranks
 
-    return environment.without_ranks(variables)
+    return ranks.without_ranks(environment)
 
 
 def begin_worker(descriptor: int) -> Any:

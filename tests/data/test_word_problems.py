@@ -95,7 +95,7 @@ def test_some_demonstrations_have_the_solution_in_the_prompt(tmp_path, rows):
     assert found["test_hinted"] == [row | {"prompt": with_hint(row, Hints())} for row in rows["test"]]
 
 
-def test_bad_sizes_are_refused(tmp_path):
+def test_bad_sizes_and_shares_are_refused(tmp_path):
     with pytest.raises(ValueError, match="--num-sft 0, --num-train 6400, --num-test 1000: must be at least 1"):
         word_problems.main(word_problems.Args(output_dir=tmp_path, num_sft=0))
     with pytest.raises(ValueError, match="--hinted-share 1.5 must be within 0 and 1"):

@@ -245,7 +245,7 @@ def kill_at_step_3():
 
 def test_partial_rollouts_go_on_with_new_weights(task, tmp_path):
     changes = dict(engine="sglang", partial_rollouts=1.0, rollout_is="none", total_training_steps=4)
-    # So few are sampled at a time that some have begun when those that a step waits for are complete.
+    # Few responses are sampled at a time. So a step ends while responses of the next one are in flight.
     settings = h.grpo_settings(task, tmp_path / "run", **changes, max_response_length=40, max_num_seqs=6)
     run = launch.fork("train_grpo", settings, tmp_path / "log")
     assert run.ends() == [0], run.log.read_text()
@@ -287,7 +287,7 @@ def test_what_sglang_cannot_do_is_refused_by_name(task, tmp_path, changes, sente
 
 def test_an_sglang_that_does_not_start_ends_the_run_with_a_sentence(world, tmp_path):
     with pytest.raises(RuntimeError, match=r"SGLang's process \d+ has ended \(status 1\); what it printed is above"):
-        sglang.Child({"model_path": str(tmp_path)}, "")
+        sglang.Child({"model_path": str(tmp_path), "context_length": 64}, "")
 
 
 FINDS = """
@@ -309,7 +309,7 @@ def test_what_sglang_starts_finds_a_library_that_its_process_has_loaded(tmp_path
     environment = os.environ | {"LD_LIBRARY_PATH": before}
     command = [sys.executable, "-c", FINDS, str(library)]
     said = subprocess.run(command, env=environment, cwd=launch.ROOT, capture_output=True, text=True, check=True).stdout
-    assert said.splitlines() == [f"1 {before}", f"0 {folder}{':' if before else ''}{before}"]
+    assert said.splitlines() == [f"1 {before}", f"0 {before}{':' if before else ''}{folder}"]
 
 
 def test_where_sglang_is_not_installed_it_is_refused(monkeypatch, tiny_model):

@@ -698,8 +698,12 @@ def test_pretrained_measures_as_its_runs_sample(task, tmp_path, long_model, monk
     [job] = pretrained.jobs_of(args, "checkpoint")
     script, *words = shlex.split(job.command)
     trained, evaluated = vars(flags_of(script, words, long_model)), []
-    plain = [command for command in commands if "test.parquet" in command]  # the others have hints
-    assert len(commands) - len(plain) == 2 * bool(pretrained.TASKS[task].hinted)
+    plain = [command for command in commands if "test.parquet" in command]
+    hinted = [flat(parsed(evaluation.Args, shlex.split(x)[1:])) for x in commands if x not in plain]
+    assert len(hinted) == 2 * bool(pretrained.TASKS[task].hinted)
+    for x in hinted:  # the prompts with hints are longer, and all else is as without
+        assert (x["max_prompt_length"], x["max_response_length"], x["rollout_n"]) == (640, 256, 1)
+        assert x["val_files"] == (f"{tmp_path / task}/data/test_hinted.parquet",)
     for command in plain:
         script, *words = shlex.split(command)
         evaluated.append(flat(parsed(evaluation.Args, words)))
@@ -746,17 +750,18 @@ def test_pretrained_draws_every_algorithm_into_one_figure(tmp_path):
     words = ALGORITHMS.split()
     [command] = re.findall(r"pretrained.py (.* --in-one (?:.|\n)*?)\n\n", pretrained.__doc__)
     args = tyro.cli(pretrained.Args, args=shlex.split(command.replace("\\\n", "")))
+    assert args.task == "word_problems_hints"
     assert (list(args.only), args.in_one, args.seeds) == (words, True, (0, 1, 2))
     assert {"--total-training-steps 160" in job.command for job in pretrained.jobs_of(args, "model")} == {True}
     assert len(pretrained.jobs_of(args, "model")) == 3 * 10
     for name in (*words, "grpo_fp16"):  # the last one is not asked for
-        folder = tmp_path / "word_problems" / name / "seed_0"
+        folder = tmp_path / args.task / name / "seed_0"
         folder.mkdir(parents=True)
         x = dict(name=name, seed=0, steps=[0, 20], accuracy=[0.2, 0.3], responses=[0, 9], train_seconds=[0.0, 5.0])
         (folder / "result.json").write_text(json.dumps(x))
         (folder / "metrics.jsonl").write_text('{"step": 0}\n')
     pretrained.main(replace(args, report_only=True, work_dir=tmp_path, results=tmp_path / "out"))
-    width, height = plt.imread(tmp_path / "out/word_problems.png").shape[1::-1]
+    width, height = plt.imread(tmp_path / f"out/{args.task}.png").shape[1::-1]
     assert width == 1430 and height == 374  # 13 inches and one row of 3.4 at 110 dots
     [*_, axis] = [x for x in plt.figure(plt.get_fignums()[-2]).axes if x.get_legend()]
     labels = [text.get_text() for text in axis.get_legend().get_texts()]
@@ -838,7 +843,9 @@ def test_jobs_take_the_gpu_with_the_fewest_jobs(tmp_path):
 
 
 def test_a_run_that_fails_as_it_starts_on_a_shared_gpu_starts_again(tmp_path, capsys):
-    """The engine of `unlucky` finds no memory at first, that of `hopeless` never does, and `begun` fails later."""
+    """The engine of `unlucky` finds no memory at first, that of `hopeless` never does, `begun` fails later, and `wrong`
+    has a flag that no second start makes right.
+    """
     program = tmp_path / "start.py"
     program.write_text(
         "import pathlib, sys\nfolder, kind = pathlib.Path(sys.argv[1]), sys.argv[2]\n"
@@ -847,16 +854,19 @@ def test_a_run_that_fails_as_it_starts_on_a_shared_gpu_starts_again(tmp_path, ca
         "if kind == 'begun' or kind == 'unlucky' and has_failed:\n"
         "    (folder / 'config.json').write_text('{\"train_batch_size\": 4, \"rollout_n\": 2}')\n"
         "    (folder / 'metrics.jsonl').write_text('{\"step\": 0, \"val/accuracy\": 0.25}\\n')\n"
-        "if kind == 'begun' or not (kind == 'unlucky' and has_failed):\n    raise ValueError('no memory')\n"
+        "if kind == 'wrong':\n    raise ValueError('--lr 7 is too much')\n"
+        "if kind == 'begun' or not (kind == 'unlucky' and has_failed):\n"
+        "    raise ValueError('No available memory for the cache blocks.')\n"
     )
-    kinds = ("unlucky", "hopeless", "begun")
+    kinds = ("unlucky", "hopeless", "begun", "wrong")
     jobs = [learning.Job(x, 0, f"{program} {tmp_path / x} {x}", tmp_path / x) for x in kinds]
     learning.run_all(jobs, 2, 600, gpus=(0,))
-    assert [(tmp_path / f"{x}.txt").read_text() for x in kinds] == ["xx", "xxx", "x"]
-    error = "exit 1: ValueError: no memory"
-    assert [learning.result(job)["error"] for job in jobs] == [None, error, error]
+    assert [(tmp_path / f"{x}.txt").read_text() for x in kinds] == ["xx", "xxx", "x", "x"]
+    error = "exit 1: ValueError: No available memory for the cache blocks."
+    wrong = "exit 1: ValueError: --lr 7 is too much"
+    assert [learning.result(job)["error"] for job in jobs] == [None, error, error, wrong]
     assert capsys.readouterr().out.count(f"starts again after {error}") == 1 + 2
-    learning.run_all(jobs[1:2], 1, 600, gpus=(0,))  # alone on its GPU
+    learning.run_all(jobs[1:2], 1, 600, gpus=(0,))  # one job at a time, so no other can be the cause
     assert (tmp_path / "hopeless.txt").read_text() == "xxxx"
 
 
@@ -875,20 +885,20 @@ def test_a_long_run_is_killed_between_its_checkpoints(task, long_model):
 
 
 def test_a_killed_long_run_has_every_step_once(task, tmp_path):
-    """Twenty real steps, killed after the 13th, with a checkpoint every fifth step."""
-    changes = dict(total_training_steps=20, save_freq=5, max_ckpt_to_keep=2, test_freq=10)
+    """Forty real steps, killed soon after the 13th, with a checkpoint every fifth step."""
+    changes = dict(total_training_steps=40, save_freq=5, max_ckpt_to_keep=2, test_freq=20)
     flags = h.flags(h.grpo_settings(task, tmp_path, **changes))
     command = shlex.join(map(str, [launch.ROOT / "train_grpo.py", *flags]))
     long_run.make(command, tmp_path, long_run.Args(kill_after=(13,), every=0.2))
     found = long_run.report(tmp_path)
     [kill], [first, second, both] = found["kills"], found["parts"]
-    assert 13 <= kill["killed_after"] < 20 and kill["resumed_from"] in (5, 10, 15) and kill["left"] == []
+    assert 13 <= kill["killed_after"] < 40 and kill["resumed_from"] in range(5, 40, 5) and kill["left"] == []
     assert f"global_step_{kill['resumed_from']}," in (tmp_path / "output_1.log").read_text()
-    assert first["steps"] + second["steps"] == [1, kill["resumed_from"], kill["resumed_from"] + 1, 20]
-    assert found["steps_once"] and both["steps"] == [1, 20] and set(found["accuracy"]) == {10, 20}
-    assert list_steps(tmp_path) == [15, 20]
+    assert first["steps"] + second["steps"] == [1, kill["resumed_from"], kill["resumed_from"] + 1, 40]
+    assert found["steps_once"] and both["steps"] == [1, 40] and set(found["accuracy"]) == {20, 40}
+    assert list_steps(tmp_path) == [35, 40]
     samples = [x for x in h.read_jsonl(tmp_path / "samples.jsonl") if x["start"] == 0 and x.get("step")]
-    assert samples and all(0.1 < x["memory"] < 10 and x["files"] > 3 and 1 < x["step"] <= 20 for x in samples)
+    assert samples and all(0.1 < x["memory"] < 10 and x["files"] > 3 and 1 < x["step"] <= 40 for x in samples)
 
 
 def test_a_long_run_sees_all_that_its_processes_hold(tmp_path):

@@ -18,6 +18,7 @@ from rl.scoring import guard
 
 MAX_MESSAGE = 1 << 16
 REPORT = 3  # the descriptor of an agent's report
+ENVIRONMENT = without_ranks(os.environ)  # of agents, which must not take part in the group of the ranks
 
 
 def main() -> None:
@@ -60,7 +61,7 @@ def _become(files: list[int], command: str, more: dict[str, str]) -> NoReturn:
             os.dup2(file, place)
         os.dup2(2, 1)  # what it prints is shown beside what the run says
         os.closerange(REPORT + 1, 1 << 10)
-        os.execve("/bin/sh", ["sh", "-c", command], without_ranks(os.environ) | more)
+        os.execve("/bin/sh", ["sh", "-c", command], ENVIRONMENT | more)
     finally:
         os._exit(127)
 

@@ -131,8 +131,8 @@ class Child:
 def let_loader_find(library):
     """Let processes that are started from now on find a library that this one has loaded, by LD_LIBRARY_PATH."""
     with open("/proc/self/maps") as lines:
-        folders = {x[x.index("/") :].rpartition("/")[0] for x in lines if f"/{library}." in x}
-    os.environ["LD_LIBRARY_PATH"] = ":".join([*folders, os.environ.get("LD_LIBRARY_PATH", "")]).strip(":")
+        folders = sorted({x[x.index("/") :].rpartition("/")[0] for x in lines if f"/{library}." in x})
+    os.environ["LD_LIBRARY_PATH"] = ":".join([os.environ.get("LD_LIBRARY_PATH", ""), *folders]).strip(":")
 
 
 def main():
