@@ -134,8 +134,8 @@ def unknown_flags(text: str, script: str | None) -> set[str]:
     everywhere = set().union(*(flags(name) for name in [*SCRIPTS, *DATA]))
     missing = set()
     for span in spans(text):
-        named = re.search(r"\b(\w+)\.py\b", span)
-        meant = named[1] if named and named[1] in SCRIPTS else script
+        named = re.search(r"\b((?:data/)?\w+)\.py\b", span)
+        meant = named[1] if named and named[1] in {*SCRIPTS, *DATA} else script
         known = (flags(meant) if meant else everywhere) | TORCHRUN | OTHERS
         missing |= set(re.findall(r"(?<![\w-])--[a-z][\w-]*", span)) - known
     return missing
@@ -149,6 +149,7 @@ def test_flags_exist(page):
 def test_a_flag_of_another_script_would_be_found():
     assert unknown_flags("a `--critic-lr`, see `train_ppo.py --gamma 1`", "train_grpo") == {"--critic-lr"}
     assert unknown_flags("`--overlong-buffer`, `--no-filter-groups`, `--lr`", None) == {"--overlong-buffer"}
+    assert unknown_flags("`data/word_problems.py --hinted-share 1 --lr 1`", "train_grpo") == {"--lr"}
 
 
 @pytest.mark.parametrize("name", [name for name in LOGGED if name != "train_grpo"])
