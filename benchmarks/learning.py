@@ -333,10 +333,21 @@ def responses_by_step(metrics: list[dict], config: dict) -> dict[int, int]:
     return {0: 0} | dict(zip([line["step"] for line in steps], accumulate(counts), strict=True))
 
 
+def lines_of(file: Path, last: int = 0) -> list[dict]:
+    """The lines of a .jsonl file, or the last ones. It may not be there yet. A last line without its end is being
+    written just now, and is left out.
+    """
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1][-last:]] if file.exists() else []
+
+
 def metrics_of(job: Job) -> list[dict]:
-    """The lines of a run's metrics.jsonl. A last line without its end is being written just now, and is left out."""
-    file = job.folder / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
+    """The lines of a run's metrics.jsonl so far."""
+    return lines_of(job.folder / "metrics.jsonl")
+
+
+def training_seconds(line: dict) -> float:
+    """Seconds of a step without its evaluation, from the step's line of metrics.jsonl."""
+    return line["timing_s/step"] - line.get("timing_s/testing", 0.0)
 
 
 def summarize(job: Job, seconds: float, error: str | None) -> dict:
@@ -345,7 +356,7 @@ def summarize(job: Job, seconds: float, error: str | None) -> dict:
     config = json.loads((job.folder / "config.json").read_text()) if metrics else {}
     evaluations = [line for line in metrics if "val/accuracy" in line]
     responses = responses_by_step(metrics, config) if metrics else {}
-    training = [x["timing_s/step"] - x.get("timing_s/testing", 0.0) for x in metrics if "timing_s/step" in x]
+    training = [training_seconds(x) for x in metrics if "timing_s/step" in x]
     seconds_by_step = [0.0, *accumulate(training)]
     return {
         "name": job.name,

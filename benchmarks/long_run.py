@@ -40,6 +40,7 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks import leaderboard, learning  # noqa: E402
+from benchmarks.learning import lines_of  # noqa: E402
 
 LONG = "--total-training-steps 1000 --test-freq 100 --save-freq 50 --max-ckpt-to-keep 3"
 SIZES = {
@@ -76,11 +77,6 @@ class Args:
     """Results are written to this folder."""
 
 
-def lines_of(file: Path, last: int = 0) -> list[dict[str, Any]]:
-    """The whole lines of a .jsonl file, or the last ones. It may be growing, or not be there yet."""
-    return [json.loads(x) for x in file.read_text().split("\n")[:-1][-last:]] if file.exists() else []
-
-
 def look(process: psutil.Process) -> dict[str, float]:
     """Memory, open files and threads of a process and all below it, and memory in use on the machine's GPUs if any."""
     seen = []
@@ -106,9 +102,8 @@ def watch(run: psutil.Popen, folder: Path, kill_after: int | None, args: Args) -
             time.sleep(random.Random(f"{args.seed} {kill_after}").uniform(0, new[0].get("timing_s/step", 1)))
             below, saving = run.children(recursive=True), any(folder.glob(".tmp-global_step_*"))
             os.killpg(run.pid, signal.SIGKILL)
-            _, left = psutil.wait_procs(
-                [run, *below], timeout=60
-            )  # some have groups of their own, and end by themselves
+            # Some have groups of their own, and end by themselves.
+            _, left = psutil.wait_procs([run, *below], timeout=60)
             [last] = lines_of(folder / "metrics.jsonl", last=1)
             yield {"killed_after": last["step"], "saving": saving, "left": [str(x) for x in left]}
         elif time.time() > looked + args.every:
@@ -148,7 +143,7 @@ def points(folder: Path) -> list[dict[str, Any]]:
     for x in lines_of(folder / "metrics.jsonl"):
         found.append({"step": x["step"]} | {name: x[key] for key, name in names.items() if key in x})
         if "timing_s/step" in x:
-            found[-1]["seconds"] = x["timing_s/step"] - x.get("timing_s/testing", 0)
+            found[-1]["seconds"] = learning.training_seconds(x)
     last = found[-1]["step"]  # after it the processes end
     return found + [x for x in lines_of(folder / "samples.jsonl") if 0 < (x.get("step") or 0) <= last]
 
