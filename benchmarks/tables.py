@@ -27,7 +27,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 LAYOUT = ROOT / "benchmarks" / "tables.toml"
 WITH_TABLES = (
     "performance", "models", "results", "scaling", "environments", "train_async", "troubleshooting", "leaderboard",
-    "train_self_distill", "agents", "train_prime", "precision",
+    "train_self_distill", "agents", "train_prime", "precision", "engines",
 )  # fmt: skip
 PAGES = (*(ROOT / "docs" / f"{name}.md" for name in WITH_TABLES), RESULTS / "README.md", ROOT / "README.md")
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)

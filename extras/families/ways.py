@@ -93,6 +93,9 @@ def choose_way(trial: Trial, problem: str) -> None:
             "Padding and the prompt of each response are computed too: training takes more time, and a micro-batch "
             "more memory than its tokens would; lower the limit of tokens per GPU if needed"
         )
+    # A failure is often a sign of a broken installation. Other numbers are not: some heads do more than a product.
+    if way.own_head and not way.is_padded and not problem.startswith("its ") and ranks.is_main:
+        say(f"{flag}: {kind} runs {name}, which takes more time, since packed it failed: {problem}")
     if way.apart == "rows" and ranks.device.type == "cuda" and ranks.is_main:
         say(f"{flag} {kind}: {recurrent.advice(no_kernels or reasons[ways[0]])}")
 

@@ -208,6 +208,25 @@ def test_a_build_of_flash_attn_that_gives_wrong_numbers_is_not_used(tiny_model, 
         assert "kernels for float32?" in said
 
 
+def test_a_run_says_that_the_fastest_way_failed(tiny_model, world, capsys):
+    """As torch does if it finds another cuDNN than its own: the first call fails, and the next ones do not."""
+    failures = iter([RuntimeError("cuDNN version incompatibility")])
+
+    def fails_once(*arguments, **options):
+        for failure in failures:
+            raise failure
+        return packed_sdpa(*arguments, **options)
+
+    model = shard(models.load_pretrained(tiny_model, world), world)
+    AttentionInterface.register("packed_fails_once", fails_once)
+    model.packed = replace(model.packed, attention="packed_fails_once")
+    assert models.choose_forward(model, world, longest=64) == OWN_HEAD
+    said = capsys.readouterr().out
+    assert "--model: qwen2 runs packed, with the logits of its own forward, which takes more time, since" in said
+    assert "packed it failed: RuntimeError: cuDNN version incompatibility" in said
+    assert models.choose_forward(model, world, longest=64) == PACKED and capsys.readouterr().out == ""
+
+
 def test_files_that_contradict_a_tie_of_the_config_are_refused(tiny_model, world, tmp_path):
     """transformers would leave the weights untied, although the config says that they are one."""
     shutil.copytree(tiny_model, folder := tmp_path / "model")
