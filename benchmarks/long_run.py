@@ -1,6 +1,8 @@
-"""A long run that is killed three times: is there one curve, and do memory, open files or seconds per step grow?
+"""A long run that is killed: is there one curve, and do memory, open files or seconds per step grow?
 
-    python benchmarks/long_run.py                       # 1,000 steps of SmolLM2-135M on a GPU
+    python benchmarks/long_run.py                       # 1,000 steps of SmolLM2-135M on a GPU, killed three times
+    python benchmarks/long_run.py --task 30B-A3B --gpus 4 --tokenizer path/to/qwen2_tokenizer       # 40 steps of LoRA
+    python benchmarks/long_run.py --task 4B-hybrid --gpus 4 --tokenizer path/to/qwen2_tokenizer     # 60 steps
     python benchmarks/long_run.py --task sums --kill-after 12 31 43 --every 0.5 --extra="--total-training-steps 100 \\
         --test-freq 20 --save-freq 10 --engine hf"      # a tiny model on a CPU, in a few minutes
 
@@ -43,13 +45,27 @@ from benchmarks import leaderboard, learning  # noqa: E402
 from benchmarks.learning import lines_of  # noqa: E402
 
 LONG = "--total-training-steps 1000 --test-freq 100 --save-freq 50 --max-ckpt-to-keep 3"
-SIZES = {
-    "sums": "",
+SIZES = {  # flags of a run with the model and the data of a task of benchmarks/leaderboard.py
+    "sums": LONG,
     # Short steps, since there are many. The longest demonstration has 148 tokens.
-    "word_problems": "--train-batch-size 8 --ppo-mini-batch-size 8 --max-response-length 160",
+    "word_problems": f"{LONG} --train-batch-size 8 --ppo-mini-batch-size 8 --max-response-length 160",
 }
+# Random weights of 30B differ more between engine and trainer than a run may by default.
+NOISE = (
+    "--max-prompt-length 128 --max-response-length 512 --train-batch-size 16 --test-freq -1 --no-val-before-train "
+    "--log-samples-freq 0 --max-ckpt-to-keep 1 --max-logprob-gap 1 --compile"
+)
+SHAPES = {  # flags of a run with random weights of a shape of benchmarks/make_model.py, and random rewards
+    "30B-A3B": f"{NOISE} --rollout-n 8 --total-training-steps 40 --save-freq 15 --lora-rank 32 --lr 1e-5 "
+    "--tensor-model-parallel-size 2",
+    "4B-hybrid": f"{NOISE} --rollout-n 8 --total-training-steps 60 --save-freq 25",
+    "tiny": f"{NOISE} --rollout-n 4 --total-training-steps 12 --save-freq 4 --max-response-length 32",  # for a CPU
+}
+KILLS = {"30B-A3B": (17,), "4B-hybrid": (27,), "tiny": (5,)}  # by default
 SEEN = {  # columns of the table
     "score": "mean score",
+    "gap": "gap",
+    "norm": "norm of gradients",
     "length": "tokens of a response",
     "seconds": "s per step",
     "memory": "memory, GiB",
@@ -61,10 +77,16 @@ SEEN = {  # columns of the table
 
 @dataclass(frozen=True)
 class Args:
-    task: Literal[*leaderboard.TASKS] = "word_problems"
-    """Model and data are those of this task of benchmarks/leaderboard.py."""
-    kill_after: tuple[int, ...] = (120, 252, 410)
-    """The run is killed in the step after each of these. Soon after step 250 a checkpoint may not be complete."""
+    task: Literal[*SIZES, *SHAPES] = "word_problems"
+    """Model and data are those of this task of benchmarks/leaderboard.py, or random ones of this shape of
+    benchmarks/make_model.py."""
+    kill_after: tuple[int, ...] | None = None
+    """The run is killed in the step after each of these. The default is 120, 252 and 410, and one step for a shape.
+    Soon after step 250 a checkpoint may not be complete."""
+    gpus: int = 1
+    """The run has this many ranks."""
+    tokenizer: str | None = None
+    """This is the folder or Hugging Face id of a Qwen2 tokenizer, for a shape."""
     every: float = 2.0
     """Memory, files and threads are recorded every time that this many seconds have passed."""
     seed: int = 0
@@ -75,6 +97,11 @@ class Args:
     """Data, checkpoints and the run are in this folder."""
     results: Path = Path("runs/long_run")
     """Results are written to this folder."""
+
+
+def kills_of(args: Args) -> tuple[int, ...]:
+    """The steps after which the run is killed."""
+    return KILLS.get(args.task, (120, 252, 410)) if args.kill_after is None else args.kill_after
 
 
 def look(process: psutil.Process) -> dict[str, float]:
@@ -119,7 +146,7 @@ def make(command: str, folder: Path, args: Args) -> None:
     start, killed = len(list(folder.glob("output_*.log"))), True
     while killed:
         kills = sum("killed_after" in x for x in lines_of(folder / "samples.jsonl"))
-        log, kill_after = folder / f"output_{start}.log", next(iter(sorted(args.kill_after)[kills:]), None)
+        log, kill_after = folder / f"output_{start}.log", next(iter(sorted(kills_of(args))[kills:]), None)
         print(f"start {start}, to be killed after step {kill_after}: python {command}", flush=True)
         with open(log, "w") as output, open(folder / "samples.jsonl", "a", buffering=1) as samples:
             words = [sys.executable, *shlex.split(command)]
@@ -139,6 +166,7 @@ def make(command: str, folder: Path, args: Args) -> None:
 def points(folder: Path) -> list[dict[str, Any]]:
     """What is known of steps, by the names of SEEN and accuracy. What samples.jsonl knows also has the start."""
     names = {"val/accuracy": "accuracy", "critic/score/mean": "score", "response_length/mean": "length"}
+    names |= {"rollout/logprob_gap_mean": "gap", "actor/grad_norm": "norm"}
     found = []
     for x in lines_of(folder / "metrics.jsonl"):
         found.append({"step": x["step"]} | {name: x[key] for key, name in names.items() if key in x})
@@ -200,7 +228,7 @@ def plot(folder: Path, kills: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 4, figsize=(16, 6), layout="constrained")
+    figure, axes = plt.subplots(2, 5, figsize=(20, 6), layout="constrained")
     for axis, (name, title) in zip(axes.flat, [("accuracy", "held-out accuracy"), *SEEN.items()], strict=True):
         seen = [x for x in points(folder) if name in x]
         for start in dict.fromkeys(x.get("start") for x in seen):
@@ -212,12 +240,27 @@ def plot(folder: Path, kills: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def command_of(args: Args, model: str) -> str:
-    """Script and flags of the run."""
-    data = f"{args.work_dir}/{args.task}/data"
-    files = f"--model {model} --train-files {data}/train.parquet --val-files {data}/test.parquet"
-    flags = f"{leaderboard.TASKS[args.task].flags} {LONG} {SIZES[args.task]} {args.extra} --seed {args.seed}"
-    return f"train_grpo.py {files} {flags} --default-local-dir {args.work_dir}/{args.task}/long_run"
+def prepare(args: Args) -> tuple[str, str]:
+    """Make model and data, unless they exist. Returns the model's folder and the flags of the data."""
+    folder = args.work_dir / args.task
+    if args.task in SIZES:
+        model = leaderboard.prepare(leaderboard.Args(task=args.task, work_dir=args.work_dir))
+        return model, f"--train-files {folder}/data/train.parquet --val-files {folder}/data/test.parquet"
+    from benchmarks import step_time
+
+    model = str(step_time.model_folder(args.task, args.tokenizer, args.work_dir, "fixed", 0.0))
+    if not (rows := folder / "rows.jsonl").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        step_time.write_prompts(rows, 1024, 128, model)
+    return model, f"--train-files {rows} --custom-reward-function benchmarks/noise_reward.py"
+
+
+def command_of(args: Args, model: str, data: str) -> str:
+    """What python runs. `data`: the flags of the data."""
+    flags = f"{leaderboard.TASKS[args.task].flags} {SIZES[args.task]}" if args.task in SIZES else SHAPES[args.task]
+    start = f"-m torch.distributed.run --standalone --nproc_per_node {args.gpus} " if args.gpus > 1 else ""
+    flags = f"--model {model} {data} {flags} {args.extra} --seed {args.seed}"
+    return f"{start}train_grpo.py {flags} --default-local-dir {args.work_dir}/{args.task}/long_run"
 
 
 def main(args: Args) -> dict[str, Any]:
@@ -226,7 +269,7 @@ def main(args: Args) -> dict[str, Any]:
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     learning.end_on_sigterm()
     folder = args.work_dir / args.task / "long_run"
-    command = command_of(args, leaderboard.prepare(leaderboard.Args(task=args.task, work_dir=args.work_dir)))
+    command = command_of(args, *prepare(args))
     make(command, folder, args)
     found = {"command": command, "commit": learning.commit()} | report(folder)
     args.results.mkdir(parents=True, exist_ok=True)

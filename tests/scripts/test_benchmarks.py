@@ -874,14 +874,20 @@ def test_a_run_that_fails_as_it_starts_on_a_shared_gpu_starts_again(tmp_path, ca
 # long_run.py
 
 
-@pytest.mark.parametrize("task", long_run.SIZES)
+@pytest.mark.parametrize("task", [*long_run.SIZES, *long_run.SHAPES])
 def test_a_long_run_is_killed_between_its_checkpoints(task, long_model):
-    script, *words = shlex.split(long_run.command_of(long_run.Args(task=task, seed=3), "model"))
-    args = flags_of(script, words, long_model)
-    assert (args.total_training_steps, args.test_freq, args.save_freq, args.max_ckpt_to_keep) == (1000, 100, 50, 3)
+    given = long_run.Args(task=task, seed=3, gpus=4)
+    start, command = long_run.command_of(given, "model", "--train-files rows").split("train_grpo.py ")
+    args = flags_of("train_grpo.py", shlex.split(command), long_model)
+    assert start == "-m torch.distributed.run --standalone --nproc_per_node 4 "
     assert args.seed == 3 and args.default_local_dir == f"runs/long_run/{task}/long_run"
-    assert args.val_files == (f"runs/long_run/{task}/data/test.parquet",)
-    assert [step % args.save_freq for step in long_run.Args().kill_after] == [20, 2, 10]
+    steps, kills = args.total_training_steps, long_run.kills_of(given)
+    if task in long_run.SIZES:
+        assert (steps, args.test_freq, args.save_freq, args.max_ckpt_to_keep) == (1000, 100, 50, 3)
+        assert [step % args.save_freq for step in kills] == [20, 2, 10]
+    else:  # The second part is the longer one, and some steps are lost.
+        [kill] = kills
+        assert args.save_freq < kill < 2 * args.save_freq and steps - args.save_freq > kill
 
 
 def test_a_killed_long_run_has_every_step_once(task, tmp_path):
@@ -934,6 +940,7 @@ def test_the_table_of_a_long_run_by_hand(tmp_path):
     lines = [{"step": 0, "val/accuracy": 0.25}]
     for step in range(1, 41):
         line = {"step": step, "critic/score/mean": step / 100, "response_length/mean": 50.0}
+        line["rollout/logprob_gap_mean"] = step / 1000
         lines.append(line | {"timing_s/step": 1.0 if step <= 20 else 2.0})
     lines[39] |= {"timing_s/step": 7.0, "timing_s/testing": 5.0}
     lines.insert(39, {"step": 38, "val/accuracy": 0.5})
@@ -949,14 +956,19 @@ def test_the_table_of_a_long_run_by_hand(tmp_path):
     found = long_run.report(tmp_path)
     assert found["steps_once"] and found["accuracy"] == {0: 0.25, 38: 0.5} and found["kills"][0]["resumed_from"] == 20
     # The tenths are steps 1-2 and 19-20, then 21-22 and 39-40, and of the whole run 1-4 and 37-40.
-    assert long_run.table(found).splitlines()[2:] == [
-        "| 0 | 1 to 20 | 4 | 0.015 to 0.195 | 50 to 50 | 1 to 1 | 2 to 2 | 30 to 30 | 20 to 20 | - |",
-        "| 1 | 21 to 40 | 0 | 0.215 to 0.395 | 50 to 50 | 2 to 2 | 2.15 to 3.95 | 31 to 31 | 21 to 21 | - |",
-        "| all | 1 to 40 | 4 | 0.025 to 0.385 | 50 to 50 | 1 to 2 | 2 to 3.85 | 30 to 31 | 20 to 21 | - |",
+    assert [row.split(" | ", 4)[-1] for row in long_run.table(found).splitlines()[2:]] == [
+        "0.0015 to 0.0195 | - | 50 to 50 | 1 to 1 | 2 to 2 | 30 to 30 | 20 to 20 | - |",
+        "0.0215 to 0.0395 | - | 50 to 50 | 2 to 2 | 2.15 to 3.95 | 31 to 31 | 21 to 21 | - |",
+        "0.0025 to 0.0385 | - | 50 to 50 | 1 to 2 | 2 to 3.85 | 30 to 31 | 20 to 21 | - |",
+    ]
+    assert [row.rsplit(" | ", 8)[0] for row in long_run.table(found).splitlines()[2:]] == [
+        "| 0 | 1 to 20 | 4 | 0.015 to 0.195",
+        "| 1 | 21 to 40 | 0 | 0.215 to 0.395",
+        "| all | 1 to 40 | 4 | 0.025 to 0.385",
     ]
     long_run.plot(tmp_path, found["kills"], tmp_path / "x.png")
-    assert plt.imread(tmp_path / "x.png").shape[1::-1] == (1760, 660)  # 16 x 6 inches at 110 dots
-    memory = plt.gcf().axes[4]
+    assert plt.imread(tmp_path / "x.png").shape[1::-1] == (2200, 660)  # 20 x 6 inches at 110 dots
+    memory = plt.gcf().axes[6]
     assert [line.get_xdata()[0] for line in memory.lines] == [1, 21, 24]  # two starts and a kill
 
 
