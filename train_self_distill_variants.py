@@ -147,7 +147,7 @@ def load_teacher(args: Args, run: Run, policy: PreTrainedModel, longest: int) ->
     if args.teacher == "live":
         return policy
     if policy.packed.own_logits:
-        raise ValueError(f"--teacher {args.teacher} needs logits that are one matrix product; use --teacher live")
+        raise ValueError(f"--teacher {args.teacher}: {args.model} runs {policy.packed.way}; use --teacher live")
     if args.teacher == "first":
         return load_reference(args.model, run.ranks, policy, run.memory, longest=longest)
     # It is in float32, as what learns is. A step of the average is too small for the digits of bfloat16.

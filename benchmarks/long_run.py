@@ -15,7 +15,7 @@ ends by itself after six minutes. The same command again goes on from there.
 
     <work-dir>/<task>/long_run/               metrics.jsonl and checkpoints, and output_<n>.log of each start
     <work-dir>/<task>/long_run/samples.jsonl  what was seen, and a line for each kill
-    <results>/long_run.json, .md and .png     the first and the last tenth of the steps of each start; the curves
+    <results>/<task>.json, .md and .png       the first and the last tenth of the steps of each start; the curves
 """
 
 import contextlib
@@ -56,12 +56,12 @@ NOISE = (
     "--log-samples-freq 0 --max-ckpt-to-keep 1 --max-logprob-gap 1 --compile"
 )
 SHAPES = {  # flags of a run with random weights of a shape of benchmarks/make_model.py, and random rewards
-    "30B-A3B": f"{NOISE} --rollout-n 8 --total-training-steps 40 --save-freq 15 --lora-rank 32 --lr 1e-5 "
+    "30B-A3B": f"{NOISE} --rollout-n 8 --total-training-steps 40 --save-freq 10 --lora-rank 32 --lr 1e-5 "
     "--tensor-model-parallel-size 2",
-    "4B-hybrid": f"{NOISE} --rollout-n 8 --total-training-steps 60 --save-freq 25",
-    "tiny": f"{NOISE} --rollout-n 4 --total-training-steps 12 --save-freq 4 --max-response-length 32",  # for a CPU
+    "4B-hybrid": f"{NOISE} --rollout-n 8 --total-training-steps 60 --save-freq 15",
+    "tiny": f"{NOISE} --rollout-n 4 --total-training-steps 20 --save-freq 4 --max-response-length 32",  # for a CPU
 }
-KILLS = {"30B-A3B": (17,), "4B-hybrid": (27,), "tiny": (5,)}  # by default
+KILLS = {"30B-A3B": (23,), "4B-hybrid": (34,), "tiny": (10,)}  # by default, after the second checkpoint
 SEEN = {  # columns of the table
     "score": "mean score",
     "gap": "gap",
@@ -81,12 +81,12 @@ class Args:
     """Model and data are those of this task of benchmarks/leaderboard.py, or random ones of this shape of
     benchmarks/make_model.py."""
     kill_after: tuple[int, ...] | None = None
-    """The run is killed in the step after each of these. The default is 120, 252 and 410, and one step for a shape.
+    """The run is killed in the step after each of these. The default is 120, 252 and 410, and for a shape see KILLS.
     Soon after step 250 a checkpoint may not be complete."""
     gpus: int = 1
     """The run has this many ranks."""
     tokenizer: str | None = None
-    """This is the folder or Hugging Face id of a Qwen2 tokenizer, for a shape."""
+    """This is the folder of a Qwen2 tokenizer, which a shape needs."""
     every: float = 2.0
     """Memory, files and threads are recorded every time that this many seconds have passed."""
     seed: int = 0
@@ -132,7 +132,9 @@ def watch(run: psutil.Popen, folder: Path, kill_after: int | None, args: Args) -
             # Some have groups of their own, and end by themselves.
             _, left = psutil.wait_procs([run, *below], timeout=60)
             [last] = lines_of(folder / "metrics.jsonl", last=1)
-            yield {"killed_after": last["step"], "saving": saving, "left": [str(x) for x in left]}
+            if left:  # the next start would run beside them
+                raise RuntimeError(f"{[str(x) for x in left]} still run 60 s after the kill")
+            yield {"killed_after": last["step"], "saving": saving}
         elif time.time() > looked + args.every:
             looked = time.time()
             with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
@@ -273,7 +275,7 @@ def main(args: Args) -> dict[str, Any]:
     make(command, folder, args)
     found = {"command": command, "commit": learning.commit()} | report(folder)
     args.results.mkdir(parents=True, exist_ok=True)
-    path = args.results / "long_run.json"
+    path = args.results / f"{args.task}.json"
     path.write_text(json.dumps(found, indent=1) + "\n")
     path.with_suffix(".md").write_text(table(found) + "\n")
     plot(folder, found["kills"], path.with_suffix(".png"))

@@ -65,8 +65,9 @@ def record_phases(path: Path) -> None:
         line = {"phase": phase, "time": time.time(), "seconds": self.seconds[phase]}
         if self.ranks.device.type == "cuda":
             # Memory that a sleeping engine has given back counts as allocated and as reserved, so it cancels out.
-            # The peak before the first phase, that of the largest micro-batch, may be larger than what is held now.
-            slack = max(0, torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated())
+            slack = torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+            # The peak of what came before the first phase, the largest micro-batch, says nothing about that phase.
+            slack = slack if path.exists() else max(0, slack)
             line |= {"used": self.memory[phase], "needed": self.memory[phase] - slack / GIB}
             torch.cuda.reset_peak_memory_stats()
         with path.open("a") as file:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
-from helpers_families import FAMILIES, OWN_HEAD, PACKED, PADDED
+from helpers_families import BORDERS_OWN_HEAD, FAMILIES, OWN_HEAD, PACKED, PADDED
 from safetensors.torch import load_file, save_file
 from transformers import (
     AttentionInterface,
@@ -208,8 +208,8 @@ def test_a_build_of_flash_attn_that_gives_wrong_numbers_is_not_used(tiny_model, 
         assert "kernels for float32?" in said
 
 
-def test_a_run_says_that_the_fastest_way_failed(tiny_model, world, capsys):
-    """As torch does if it finds another cuDNN than its own: the first call fails, and the next ones do not."""
+def test_a_failure_of_the_first_call_alone_changes_nothing(tiny_model, world, capsys):
+    """torch fails once if it finds another cuDNN than its own."""
     failures = iter([RuntimeError("cuDNN version incompatibility")])
 
     def fails_once(*arguments, **options):
@@ -220,11 +220,28 @@ def test_a_run_says_that_the_fastest_way_failed(tiny_model, world, capsys):
     model = shard(models.load_pretrained(tiny_model, world), world)
     AttentionInterface.register("packed_fails_once", fails_once)
     model.packed = replace(model.packed, attention="packed_fails_once")
-    assert models.choose_forward(model, world, longest=64) == OWN_HEAD
+    assert models.choose_forward(model, world, longest=64) == PACKED
     said = capsys.readouterr().out
-    assert "--model: qwen2 runs packed, with the logits of its own forward, which takes more time, since" in said
-    assert "packed it failed: RuntimeError: cuDNN version incompatibility" in said
-    assert models.choose_forward(model, world, longest=64) == PACKED and capsys.readouterr().out == ""
+    assert said.endswith("--model: qwen2 failed once, and not again: RuntimeError: cuDNN version incompatibility\n")
+
+
+@pytest.mark.parametrize("name", ["qwen2", "convolutions"])
+@pytest.mark.parametrize("is_error", [True, False])
+def test_a_run_says_that_the_fastest_way_fails(name, is_error, tiny_model, folder_of, world, capsys):
+    """An error says that something is broken, and numbers that are none do too."""
+
+    def broken(source, hidden, targets, *way):
+        if is_error:
+            raise RuntimeError("no kernel image")
+        return (torch.full(hidden.shape[:1], torch.nan),) * 2
+
+    model = shard(models.load_pretrained(tiny_model if name == "qwen2" else folder_of[name], world), world)
+    model.packed = replace(model.packed, head_chunk=broken)
+    way = models.choose_forward(model, world, longest=64)
+    assert way == (OWN_HEAD if name == "qwen2" else BORDERS_OWN_HEAD)
+    why = "RuntimeError: no kernel image" if is_error else "its log-probs would differ by inf"
+    plain = way.removesuffix(", with the logits of its own forward")
+    assert f"runs {way}, which takes more time, since {plain} it failed: {why}\n" in capsys.readouterr().out
 
 
 def test_files_that_contradict_a_tie_of_the_config_are_refused(tiny_model, world, tmp_path):

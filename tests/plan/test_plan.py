@@ -410,3 +410,19 @@ def test_phases_of_a_measured_run_are_written_down(tmp_path, monkeypatch):
     lines = [json.loads(line) for line in (tmp_path / "phases").read_text().splitlines()]
     assert [line["phase"] for line in lines] == ["gen", "update_actor"]
     assert [line["seconds"] for line in lines] == [clock.seconds["gen"], clock.seconds["update_actor"]]
+
+
+def test_a_phase_needs_its_peak_in_the_place_of_what_torch_holds(tmp_path, monkeypatch):
+    """Of 140 GiB 100 are free. A later peak may be above what is held at the end. The first one is of the start."""
+    held, peaks = iter([10, 10, 30]), iter([50, 30, 20])
+    fakes = dict(synchronize=lambda device: None, mem_get_info=lambda device: (100 * GIB, 140 * GIB))
+    fakes |= dict(memory_reserved=lambda: next(held) * GIB, max_memory_allocated=lambda: next(peaks) * GIB)
+    for name, fake in (fakes | dict(reset_peak_memory_stats=lambda: None)).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(Clock, "__call__", Clock.__call__)
+    plan_measure.record_phases(tmp_path / "phases")
+    clock = Clock(SimpleNamespace(device=torch.device("cuda"), size=1))
+    for phase in ("update_weights", "gen", "update_actor"):
+        clock(phase)
+    lines = [json.loads(line) for line in (tmp_path / "phases").read_text().splitlines()]
+    assert [(line["used"], line["needed"]) for line in lines] == [(40, 40), (40, 60), (40, 30)]
