@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from extras import sequence_parallel
+from extras import expert_parallel, sequence_parallel
 from extras.plan import Hardware, PlanFlags, budget_of, compiling_pays, seconds
 from extras.plan.cards import GIB, PER_HOST, Machine, named
 from extras.plan.memory import Model, engine_bytes
@@ -40,6 +40,7 @@ def trainers_of(args: Any, machine: Machine) -> int:
         raise ValueError(f"--fsdp-size {size} does not divide the {ranks} GPUs that train; choose a divisor")
     check_heads(args.model, shared_by)
     sequence_parallel.check(args, ranks)
+    expert_parallel.check(args, ranks)
     return ranks
 
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
+from extras.expert_parallel import divide_experts
 from extras.loss_scale import LossScale, factor_of
 from rl.flags import AtLeast1, Free, Switch, settled
 from rl.model.family import is_added
@@ -53,6 +54,8 @@ class Memory:
     # This many neighboring ranks train on the same sequences, and each computes a slice of the tokens (Ulysses). This
     # is for sequences that are too long for one GPU.
     sequence_parallel_size: Free[AtLeast1] = 1
+    # This many neighboring ranks divide the experts of a mixture. Tokens travel to the ranks that have their experts.
+    expert_parallel_size: Free[AtLeast1] = 1
     # Compile the layers and the head with torch.compile on a GPU. auto does it if the run is long enough to pay.
     compile: Free[Switch] = "auto"
     # Compute with numbers of this type. auto is float32 on a CPU. On a GPU it is bfloat16, or float16 if the GPU has no
@@ -145,19 +148,18 @@ def apply_fsdp(model: nn.Module, units: Sequence[nn.Module], ranks: Ranks, memor
             dtype = torch.promote_types(x.dtype, torch.float32) if x.requires_grad else x.dtype
             on_host[name] = nn.Parameter(torch.empty_like(x, dtype=dtype, device="meta"), x.requires_grad)
             torch.utils.swap_tensors(x, on_host[name])
-    for module in [*units, model]:
-        # Layers get what the model itself gives them, such as angles in float32, which FSDP2 would round. Only the root
-        # casts its inputs, which are the pixels of images. (See also `logprobs.run_packed`.)
-        casts = module is model
-        fsdp.fully_shard(
-            module,
-            mesh=mesh,
-            mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=casts),
-            offload_policy=memory.home.policy if memory.home else fsdp.OffloadPolicy(),
-            # A shard of one is the whole. Freed after the forward pass, the bf16 weights would only be made again.
-            reshard_after_forward=False if is_whole else None,
-            ignored_params=unsharded,
-        )
+    offload = memory.home.policy if memory.home else fsdp.OffloadPolicy()
+    # A shard of one is the whole. Freed after the forward pass, the bf16 weights would only be made again.
+    reshard = False if is_whole else None
+    # Layers get what the model itself gives them, such as angles in float32, which FSDP2 would round. Only the root
+    # casts its inputs, which are the pixels of images. (See also `logprobs.run_packed`.)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False)
+    options = dict(offload_policy=offload, reshard_after_forward=reshard, ignored_params=unsharded)
+    wrap: Callable = functools.partial(fsdp.fully_shard, mesh=mesh, mp_policy=policy, **options)
+    divide_experts(units, ranks, memory.expert_parallel_size, mesh, wrap)
+    for unit in units:
+        wrap(unit)
+    wrap(model, mp_policy=replace(policy, cast_forward_inputs=True))
     make = memory.home.move_in(model) if memory.home else torch.empty_like
     for name, x in model.named_parameters():
         if name in on_host:
@@ -268,9 +270,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     afterwards, so that an optimizer step changes nothing, and the norm is 0.
     """
     scale = getattr(model, "loss_scale", None)
-    for x in model.parameters():
-        if scale and x.grad is not None:
-            x.grad.div_(scale.scale)
+    for grad in [x.grad for x in model.parameters() if scale and x.grad is not None]:
+        grad.div_(scale.scale)
     # A `home` may have a way of its own, see `Memory`.
     total = getattr(model, "clip_gradients", nn.utils.clip_grad_norm_)(model.parameters(), max_norm)
     norm = float(total.full_tensor() if isinstance(total, DTensor) else total)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from extras import loss_scale
+from extras import expert_parallel, loss_scale
 from extras.offload import offload, onload, prepare_steps
 from extras.plan import budget_of, compiling_pays, hardware, rehearse, settle
 from extras.sequence_parallel import share_rows
@@ -78,6 +78,7 @@ class Run:
         self.args, self.tokenizer, self.total_steps = args, tokenizer, total_steps
         started("flags and data")
         self.ranks = share_rows(init_ranks(args.memory.dtype), args)
+        expert_parallel.check(args, self.ranks.size)
         if self.ranks.size % (size := args.memory.fsdp_size or 1):
             raise ValueError(f"--fsdp-size {size} does not divide the {self.ranks.size} rank(s); choose a divisor")
         watchdog.start(args.checkpoints.stall_timeout)

@@ -68,7 +68,7 @@ MAY_CHANGE = set(
     reward_workers reward_timeout reward_memory_mb reward_max_error_frac allow_unsafe_code_execution
     tensor_model_parallel_size gpu_memory_utilization max_num_seqs free_cache_engine max_logprob_gap log_stats
     allow_dropped_text ppo_max_token_len_per_gpu max_token_len_per_gpu activation_checkpointing fsdp_size compile
-    sequence_parallel_size optimizer_offload param_offload rollout_quantization router_replay
+    sequence_parallel_size expert_parallel_size optimizer_offload param_offload rollout_quantization router_replay
     val_before_train val_n val_temperature val_top_p val_top_k val_min_p
     test_freq log_val_generations log_samples_freq log_freq logger project_name experiment_name prometheus_port
     default_local_dir save_freq max_ckpt_to_keep resume_mode force_resume stall_timeout max_hours alarms
@@ -86,6 +86,7 @@ LIMITS = {
         total_epochs total_training_steps max_prompt_length max_response_length max_length reward_model_max_length
         max_hinted_prompt_length
         max_turns max_tool_response_length agents_at_once agent_max_calls fsdp_size sequence_parallel_size
+        expert_parallel_size
         max_ckpt_to_keep kl_horizon ppo_max_token_len_per_gpu max_token_len_per_gpu ref_update_steps lora_alpha
     """,
     "at least 1 and at most 65536": "rollout_n val_n ppo_epochs max_num_seqs tensor_model_parallel_size",

@@ -35,6 +35,7 @@ KINDS = {  # a config, and what it has besides SIZES
     "dense": ("Qwen3Config", {}),
     "window": ("Gemma3TextConfig", dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])),
     "experts": ("Qwen3MoeConfig", families.EXPERTS),
+    "eight experts": ("Qwen3MoeConfig", families.EXPERTS | dict(num_experts=8)),
     "latent attention": (
         "DeepseekV3Config",
         families.EXPERTS
@@ -59,7 +60,8 @@ class Case:
     tokens: int = 100  # of a micro-batch, on all ranks that share it
     lora: bool = False
     replays: bool = False  # experts that are named
-    wrong: bool = False  # a loss that is too large by the degree
+    expert_parallel_size: int = 1
+    wrong: bool = False  # a loss that is too large by the degrees
     dtype: str = "float32"
     activation_checkpointing: str = "none"
     compile: bool = False
@@ -69,7 +71,7 @@ class Case:
     @property
     def memory(self) -> MemorySupervised:
         """The memory flags."""
-        names = ("activation_checkpointing", "compile", "fsdp_size", "param_offload")
+        names = ("activation_checkpointing", "compile", "fsdp_size", "param_offload", "expert_parallel_size")
         return build(MemorySupervised, **{name: getattr(self, name) for name in names})
 
 
@@ -156,7 +158,7 @@ def measure(case: Case, ranks: Ranks) -> dict[str, Any]:
     for rows in update.micro_batches:
         micro = take_rows(batch, rows)
         logp, entropy = token_logprobs(model, micro, sampling=SAMPLING, entropy_grad=True)
-        share = loss_of(logp, entropy, micro, count) * (case.degree if case.wrong else 1)
+        share = loss_of(logp, entropy, micro, count) * (case.degree * case.expert_parallel_size if case.wrong else 1)
         backward(model, share, is_last=rows is update.micro_batches[-1])
         loss += share.detach()
         graphs.append(counters["stats"]["unique_graphs"])
