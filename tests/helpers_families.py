@@ -49,6 +49,11 @@ FAMILIES = {  # what is special -> config, its options, and the way that such a 
     ),
     "a head with a bias": ("PhiConfig", SIZES, OWN_HEAD),
     "experts": ("Qwen3MoeConfig", SIZES | EXPERTS | dict(head_dim=8), PACKED),
+    "eight experts": (
+        "Qwen3MoeConfig",
+        SIZES | EXPERTS | dict(head_dim=8, num_experts=8, num_local_experts=8),
+        PACKED,
+    ),
     "experts of Mixtral": ("MixtralConfig", SIZES | EXPERTS, PACKED),
     "experts in groups": (
         "Glm4MoeConfig",

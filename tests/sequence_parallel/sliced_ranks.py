@@ -35,7 +35,7 @@ KINDS = {  # a config, and what it has besides SIZES
     "dense": ("Qwen3Config", {}),
     "window": ("Gemma3TextConfig", dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])),
     "experts": ("Qwen3MoeConfig", families.EXPERTS),
-    "eight experts": ("Qwen3MoeConfig", families.EXPERTS | dict(num_experts=8)),
+    "eight experts": ("Qwen3MoeConfig", families.EXPERTS | dict(num_experts=8, num_local_experts=8)),
     "latent attention": (
         "DeepseekV3Config",
         families.EXPERTS

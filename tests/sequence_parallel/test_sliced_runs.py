@@ -89,12 +89,11 @@ def assert_same_run(found, expected, *, exact=EXACT, without=()):
     assert last > 1 and h.distance(final[1], first) > 5e-5
 
 
-def run_at(script, task, tmp_path, *degrees, ranks, **changes):
+def run_at(script, task, tmp_path, *degrees, ranks, flag="sequence_parallel_size", **changes):
     """Run a script at some degrees, on the same number of ranks. Returns the folder of each degree's run."""
     folders = {degree: tmp_path / f"degree_{degree}" for degree in degrees}
     settings = {
-        degree: settings_of(script, task, folder, sequence_parallel_size=degree, **changes)
-        for degree, folder in folders.items()
+        degree: settings_of(script, task, folder, **{flag: degree}, **changes) for degree, folder in folders.items()
     }
     run(tmp_path, *({"script": script, "settings": x} for x in settings.values()), nproc=ranks)
     return folders
@@ -120,6 +119,14 @@ def test_four_ranks_sample_and_learn_the_same_at_degree_1_2_and_4(task, tmp_path
 def test_two_ranks_learn_demonstrations_together(task, tmp_path):
     common = dict(val_files=(h.few_rows(task.sft, tmp_path),), test_freq=2, total_training_steps=2)
     folders = run_at("sft", task, tmp_path, 1, 2, ranks=2, max_token_len_per_gpu=128, **common)
+    assert_same_run(folders[2], folders[1])
+
+
+def test_two_ranks_that_divide_experts_sample_and_learn_the_same(task, tmp_path):
+    AutoTokenizer.from_pretrained(task.model).save_pretrained(tmp_path / "experts")
+    changes = dict(model=families.save("experts", tmp_path / "experts"), router_replay=True, total_training_steps=2)
+    folders = run_at("train_grpo", task, tmp_path, 1, 2, ranks=2, flag="expert_parallel_size", **changes)
+    assert scored(folders[1]) == scored(folders[2])
     assert_same_run(folders[2], folders[1])
 
 
