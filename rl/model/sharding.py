@@ -269,7 +269,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     In float16 they are divided by the loss scale first. If that was too large for them, there are no gradients
     afterwards, so that an optimizer step changes nothing, and the norm is 0.
     """
-    scale = getattr(model, "loss_scale", None)
+    scale: Any = getattr(model, "loss_scale", None)
     for grad in [x.grad for x in model.parameters() if scale and x.grad is not None]:
         grad.div_(scale.scale)
     # A `home` may have a way of its own, see `Memory`.
