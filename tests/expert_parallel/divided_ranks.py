@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from extras.offload import offload, onload
 from rl.data.types import Batch, take_rows
 from rl.model.load import weights_for_engine
 from rl.model.logprobs import token_logprobs
@@ -64,6 +65,8 @@ def main(path: str, folder: Path) -> None:
     after = {}
     for E, model in models.items():
         facts["weights"].append(distance(dict(weights_for_engine(model, ranks)), before))
+        offload(model)
+        onload(model, ranks.device)
         optimizer, norm = step(model, ranks)
         after[E] = whole(model, optimizer, ranks)
         facts["norms"].append(norm)
