@@ -5,6 +5,11 @@
     torchrun --nproc_per_node 4 benchmarks/slices.py --measure step share --degrees 4 --lengths 131072 --rows 2
     torchrun --nproc_per_node 2 benchmarks/slices.py --shape tiny --degrees 1 2 --lengths 64         # on two CPU cores
 
+Whether an update gains from --expert-parallel-size E is told by this line for each E:
+
+    torchrun --nproc_per_node 4 benchmarks/slices.py --measure step share --shape 30B-A3B --layers 8 --degrees 1 \\
+        --lengths 4096 --rows 8 --ppo-max-token-len-per-gpu 4096 --expert-parallel-size E
+
 A degree is a value of --sequence-parallel-size. Nothing is sampled. Models have random weights, which are made on the
 GPU, and rows have random tokens. Flags about memory are those of train_grpo.py. What is `auto` among them is what the
 plan of a run without an engine chooses. Each line of JSON is printed, and added to --out:
@@ -313,6 +318,7 @@ def updates(bench: Bench, degree: int, length: int) -> None:
     rows, tokens, most = bench.rows(ranks), memory.ppo_max_token_len_per_gpu, Most(ranks.device)
     batch = bench.batch([length] * rows)
     what = dict(degree=degree, length=length, rows=rows, way=choice.way._asdict(), compiles=bool(memory.compile))
+    what["expert_parallel_size"] = memory.expert_parallel_size
 
     def once(batch: Batch, most: Most) -> float:
         return step(policy, optimizer, batch, ranks, tokens, most)

@@ -228,6 +228,36 @@ BORROWED = [
     ),
     # torch.
     Borrowed("torch.distributed.tensor.DTensor:_spec", "model/sharding.py", "makes a tensor of its parts"),
+    Borrowed(
+        "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+        "extras/expert_parallel/dispatch.py",
+        "leads to how the experts of a layer are sharded",
+    ),
+    Borrowed(
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState:_fsdp_param_group",
+        "extras/expert_parallel/dispatch.py",
+        "has the weights that are gathered together",
+    ),
+    Borrowed(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup:fsdp_params",
+        "extras/expert_parallel/dispatch.py",
+        "has them one by one",
+    ),
+    Borrowed(
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam:sharded_param _sharding_spec",
+        "extras/expert_parallel/dispatch.py",
+        "spreads experts over all ranks while it gathers them from some",
+    ),
+    Borrowed(
+        "torch.distributed._functional_collectives.all_to_all_single_autograd",
+        "extras/expert_parallel/dispatch.py",
+        "sends tokens to experts, and gradients back",
+    ),
+    Borrowed(
+        "transformers.integrations.moe.use_experts_implementation:_apply_gate",
+        "extras/expert_parallel/dispatch.py",
+        "tells the experts of a layer from other modules",
+    ),
     Borrowed("torch._foreach_copy_", "run/checkpoint_tensors.py", "copies many tensors in one call"),
     Borrowed("torch._dynamo.maybe_mark_dynamic", "model/sharding.py", "compiles once for all lengths"),
     Borrowed("torch._dynamo.maybe_mark_dynamic", "extras/families/experts.py", "compiles once for all lengths"),
