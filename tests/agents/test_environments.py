@@ -357,7 +357,9 @@ def test_groups_that_outlive_steps_are_taken_once_on_every_rank(name, sampled):
     taken = [i for step in range(4) for i in ranks[0]["partial"][step]["rows"]]
     left = [i for rank in ranks for i in rank["partial"][3]["left"]]
     assert sorted(taken + left) == list(range(20))
-    assert max(versions) >= 2 or name == "hf"  # whose batch of eight is four whole groups
+    # Some responses have tokens of two policies. The one rank of "hf" takes four whole groups of its batch of eight.
+    # With "shared" it depends on the speed of the machine which groups are complete first.
+    assert max(versions) >= 2 or name != "hf, 2 ranks"
     assert sum(len(rank["turns"]) for rank in ranks) == 6  # nobody hung, waiting or stopping
 
 
