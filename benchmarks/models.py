@@ -35,15 +35,14 @@ from typing import Any, Literal
 import torch
 import tyro
 
+from extras.families import ways
 from rl.flags import build
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 PAGE = ROOT / "benchmarks" / "results" / "models.md"
-OWN_HEAD = ", with the logits of its own forward"
-WAYS = ("packed", "packed, nothing shared", "packed but in recurrent layers")  # as in extras/families/ways.py
-WAYS = (*(f"{way}{head}" for way in WAYS for head in ("", OWN_HEAD)), "padded")
+OWN_HEAD, WAYS = ways.OWN_HEAD, tuple(ways.WAYS)
 SHORT = {way: way.replace(OWN_HEAD, ", own head") for way in WAYS}  # on the page
 ENGINES = ("yes", "by transformers", "other numbers", "no", "not tried", "")
 LIMIT = 1e-4  # of the gap in float32, see `check_engine`: a larger one ends a run

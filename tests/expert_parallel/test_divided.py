@@ -1,18 +1,15 @@
 """Ranks that divide experts must give the numbers of one process, or refuse the model."""
 
-import json
-
 import helpers_families as families
 import launch
 import pytest
+from helpers_parallel import FULL, SELECTIVE, assert_as_one_process, measure, names
 
 import train_grpo
 from extras.expert_parallel import check
 from rl.flags import build
 
-ALONE = launch.TESTS / "sequence_parallel" / "sliced_ranks.py"
 DIVIDED = launch.TESTS / "expert_parallel" / "divided_ranks.py"
-FULL, SELECTIVE = ({"activation_checkpointing": x} for x in ("full", "selective"))
 TWO, FOUR = ({"kind": "eight experts", "expert_parallel_size": E} for E in (2, 4))
 
 # Number of ranks -> changes of `sliced_ranks.Case` by name. With four ranks and a degree of 1, one has no rows.
@@ -42,15 +39,6 @@ MORE = {
 }
 
 
-def measure(cases: dict[int, dict]) -> dict[tuple[int, str], dict]:
-    """What sliced_ranks.py has found for each number of ranks and name of a case."""
-    found = {}
-    for ranks, changes in cases.items():
-        output = launch.run_file(ALONE, json.dumps(changes), nproc=ranks)
-        found |= {(ranks, line["case"]): line for line in launch.objects(output, "case")}
-    return found
-
-
 @pytest.fixture(scope="module")
 def measured():
     return measure({4: CASES[4] | {"a loss that is too large": FOUR | {"degree": 1, "wrong": True}}})
@@ -59,17 +47,6 @@ def measured():
 @pytest.fixture(scope="module")
 def measured_more():
     return measure(MORE)
-
-
-def names(cases):
-    return [(ranks, name) for ranks, changes in cases.items() for name in changes]
-
-
-def assert_as_one_process(found):
-    assert found["logp"] < 1e-5 and found["entropy"] < 1e-5
-    assert found["gradients"] < 1e-6  # the norm of all differences by that of all gradients
-    assert found["loss"] == pytest.approx(0, abs=1e-6)
-    assert found["norm"] == pytest.approx(1, abs=1e-6)  # before clipping
 
 
 @pytest.mark.parametrize("case", names(CASES), ids=str)

@@ -1,12 +1,11 @@
 """Ranks that each compute a slice of the tokens must give the numbers of one process, or refuse the model."""
 
-import json
-
 import helpers_families as families
 import helpers_scripts as h
 import launch
 import pytest
 from helpers_data import ranks_without_group
+from helpers_parallel import FULL, SELECTIVE, assert_as_one_process, measure, names
 
 import train_distill
 import train_grpo
@@ -18,8 +17,6 @@ from extras.sequence_parallel.groups import check_heads
 from rl.flags import build, flat
 from rl.run.training import check
 
-WORKER = launch.TESTS / "sequence_parallel" / "sliced_ranks.py"
-FULL, SELECTIVE = ({"activation_checkpointing": x} for x in ("full", "selective"))
 REPLAY = {"kind": "experts", "replays": True}
 
 # Number of ranks -> changes of `sliced_ranks.Case` by name. All rows are prompts and responses, some of which begin
@@ -68,15 +65,6 @@ MORE = {
 }
 
 
-def measure(cases: dict[int, dict]) -> dict[tuple[int, str], dict]:
-    """What sliced_ranks.py has found for each number of ranks and name of a case."""
-    found = {}
-    for ranks, changes in cases.items():
-        output = launch.run_file(WORKER, json.dumps(changes), nproc=ranks)
-        found |= {(ranks, line["case"]): line for line in launch.objects(output, "case")}
-    return found
-
-
 @pytest.fixture(scope="module")
 def measured():
     wrong = {"a loss that is too large": {"degree": 2, "wrong": True}}
@@ -86,17 +74,6 @@ def measured():
 @pytest.fixture(scope="module")
 def measured_more():
     return measure(MORE)
-
-
-def names(cases):
-    return [(ranks, name) for ranks, changes in cases.items() for name in changes]
-
-
-def assert_as_one_process(found):
-    assert found["logp"] < 1e-5 and found["entropy"] < 1e-5
-    assert found["gradients"] < 1e-6  # the norm of all differences by that of all gradients
-    assert found["loss"] == pytest.approx(0, abs=1e-6)
-    assert found["norm"] == pytest.approx(1, abs=1e-6)  # before clipping
 
 
 @pytest.mark.parametrize("case", names(CASES), ids=str)
